@@ -1,0 +1,1 @@
+"""Routing policies: pure rankings of workers for one request."""

@@ -1,0 +1,57 @@
+"""What the front ends (batch, HTTP, library) hand to the router, and what they get back: token ids, both ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.hashing import TOKEN_SIZE_BYTES
+from shared.types import FinishReason, RequestId, Sampling, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One tokenised request for one sequence."""
+
+    request: RequestId
+    token_ids: bytes
+    """Prompt, as `hashing.pack_tokens` gives it."""
+    sampling: Sampling
+    salt: str = ""
+    """Tenant salt: requests of different salts never share blocks."""
+    adapter: str = ""
+    priority: int = 0
+    """Lower goes first."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids) // TOKEN_SIZE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """New tokens of one request."""
+
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """What happened to one request, filled in by the router as it goes. Times are seconds of the loop's clock."""
+
+    received_at_s: float = 0.0
+    bound_at_s: float | None = None
+    """When the request was sent to the worker that answers it."""
+    first_token_at_s: float | None = None
+    finished_at_s: float | None = None
+    worker: WorkerId | None = None
+    matched_tokens: int = 0
+    """What the router expected the worker's cache to give."""
+    cached_tokens: int = 0
+    """What the engine says its cache gave."""
+    num_attempts: int = 0
+    is_degraded: bool = False
+    """Whether the directory could not be asked."""
+    reason: str = ""
+    """The decision in words and numbers."""
+    failed_workers: list[WorkerId] = field(default_factory=list)

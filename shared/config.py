@@ -1,0 +1,160 @@
+"""The one settings model. Precedence: command line over environment over file over default.
+
+Nothing else of kvroute reads the environment. Unknown keys and malformed values are errors that name the key and
+where it came from; nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "KVROUTE_"
+
+PolicyName = Literal["cost", "random", "round_robin", "least_load", "power_of_two", "prefix_hash"]
+EvictionName = Literal["lru", "shared_first", "stock"]
+
+
+class Settings(BaseModel):
+    """Everything a user may set. Field names are the flags' names with underscores."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field("", description="Hugging Face name, local folder, or a built-in: smollm2, tiny.")
+    served_model_name: str = Field("", description="Name that requests use; default: the value of --model.")
+    engine: Literal["vllm"] = Field("vllm", description="What computes tokens.")
+    workers: int = Field(1, ge=1, le=4096, description="Number of workers.")
+    policy: PolicyName = Field("cost", description="How requests find workers.")
+    seed: int = Field(0, description="Seed of every random choice that kvroute makes.")
+
+    block_size: int = Field(64, ge=16, le=256, description="Tokens for each KV block.")
+    max_model_len: int | None = Field(None, ge=1, description="Longest prompt and answer together, in tokens.")
+    max_num_seqs: int = Field(8, ge=1, description="Sequences that one worker runs at once.")
+    kv_cache_blocks: int | None = Field(None, ge=2, description="KV blocks for each worker; default: what fits.")
+    kv_cache_bytes: int | None = Field(None, ge=1, description="Bytes of KV cache for each worker.")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of a GPU's memory for the engine.")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs for each worker.")
+    dtype: str = Field("auto", description="Weights' and cache's type, as vLLM names it.")
+    eviction: EvictionName = Field("shared_first", description="Which cached blocks go first; stock: vLLM's own pool.")
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="Further vLLM engine arguments, as JSON.")
+
+    redis_url: str = Field("", description="Store of the directory; default: an embedded server.")
+    redis_deadline_s: float = Field(0.02, gt=0, description="Longest wait for the store on a request's way.")
+    lease_s: float = Field(5.0, gt=0, description="A worker silent for this long is forgotten.")
+    heartbeat_s: float = Field(1.0, gt=0, description="Time between two heartbeats of a worker.")
+    ray_address: str = Field("", description="Ray cluster to use; default: a local one. RAY_ADDRESS counts too.")
+
+    max_in_flight: int | None = Field(None, ge=1, description="Batch rows under way at once.")
+    max_queued: int = Field(4096, ge=1, description="Requests held by a router before it answers 429.")
+    queue_timeout_s: float = Field(600.0, gt=0, description="Longest time that a request is held.")
+    max_attempts: int = Field(3, ge=1, description="Workers that a request is tried on.")
+    min_prefix_tokens: int = Field(0, ge=0, description="Shorter cached prefixes are not weighed.")
+
+    start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for workers to be ready.")
+    run_dir: Path | None = Field(None, description="Where `up` writes what it started; default: the user's run folder.")
+    cache_dir: Path | None = Field(None, description="Where converted models lie; default: the user's cache folder.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="Least level logged.")
+    log_format: Literal["text", "json"] = Field("text", description="Form of log lines.")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Settings:
+        if self.heartbeat_s * 2 > self.lease_s:
+            raise ValueError(
+                f"lease_s ({self.lease_s}) must be at least twice heartbeat_s ({self.heartbeat_s}), "
+                "or one lost heartbeat loses the worker"
+            )
+        if self.kv_cache_blocks is not None and self.kv_cache_bytes is not None:
+            raise ValueError("kv_cache_blocks and kv_cache_bytes exclude each other")
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests use."""
+        return self.served_model_name or self.model
+
+
+def load_settings(
+    *,
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Merge all sources into one checked `Settings`.
+
+    `flags` holds only what was given on the command line. `defaults` are those of a command, weaker than the file.
+
+    Raises:
+        ConfigError: a key is unknown or a value is wrong; names key, value and source.
+    """
+    merged: dict[str, Any] = dict(defaults or {})
+    source_of = dict.fromkeys(merged, "default")
+    layers = [(f"file {file}", _read_file(file) if file else {})]
+    layers += [("environment", _read_environment(environment)), ("command line", dict(flags))]
+    for source, layer in layers:
+        for name in layer:
+            if name not in Settings.model_fields:
+                raise ConfigError(f"{_spell(name, source)}: unknown setting ({source})")
+        merged.update(layer)
+        source_of.update(dict.fromkeys(layer, source))
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_describe(detail, source_of) for detail in error.errors())) from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: {path} is not YAML: {error}") from None
+    if isinstance(document, dict) and "cluster_name" in document:
+        # A file of Ray's cluster launcher: ours is what stands where Ray leaves room for its users.
+        document = (document.get("metadata") or {}).get("kvroute", {})
+    if document is None:
+        return {}
+    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
+        raise ConfigError(f"--config: {path} must hold a mapping of settings")
+    return {key.replace("-", "_"): value for key, value in document.items()}
+
+
+def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if environment.get("RAY_ADDRESS"):
+        found["ray_address"] = environment["RAY_ADDRESS"]
+    for variable, text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name == "engine_args":
+            try:
+                found[name] = json.loads(text)
+            except ValueError as error:
+                raise ConfigError(f"{variable}: not JSON: {error}") from None
+        else:
+            found[name] = text
+    return found
+
+
+def _spell(name: str, source: str) -> str:
+    """A setting's name as its source writes it."""
+    if source == "environment":
+        return ENVIRONMENT_PREFIX + name.upper()
+    return "--" + name.replace("_", "-") if source == "command line" else name
+
+
+def _describe(detail: Any, source_of: Mapping[str, str]) -> str:
+    if not detail["loc"]:
+        return str(detail["msg"]).removeprefix("Value error, ")
+    name = str(detail["loc"][0])
+    source = source_of.get(name, "default")
+    return f"{_spell(name, source)}: invalid value {detail['input']!r}: {detail['msg']} ({source})"

@@ -1,0 +1,1 @@
+"""The global directory: which worker holds which KV block now."""

@@ -1,0 +1,123 @@
+"""The directory's protocol and its promise.
+
+The promise: after any mix of loss, duplication, reordering and restart of anything, and then quiet, `match` equals
+each live worker's true longest resident prefix. A forgotten or expired worker is never matched. The directory is a
+soft copy: engines know the truth, and a wrong or missing answer costs time, never correctness.
+
+Writers are publishers, one for each worker. Four answers keep them honest: `TAKEN` (the id has a live owner),
+`UNKNOWN` (no live lease: register anew), `STALE` (another epoch is current), `GAP` (a batch is missing before this
+one). `STALE` and `GAP` are mended by a snapshot, `UNKNOWN` by registering and a snapshot.
+
+Every method raises `DirectoryUnavailable` when the store does not answer within its deadline, and changes nothing
+that it cannot confirm: the caller may repeat any call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from shared.types import BlockKey, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
+
+MAX_KEYS_PER_CALL = 4096
+"""Most keys in one `apply` or `stage`: bounds how long one atomic call holds the store."""
+
+
+class Reply(StrEnum):
+    """A store's answer to a publisher."""
+
+    OK = "OK"
+    TAKEN = "TAKEN"
+    UNKNOWN = "UNKNOWN"
+    STALE = "STALE"
+    GAP = "GAP"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One live worker as the store knows it."""
+
+    info: WorkerInfo
+    epoch: Epoch
+    seq: int
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How far one worker's resident set covers a chain of keys."""
+
+    instance: Instance
+    """Whose blocks these are; a router ignores a match for another life of the worker than it is connected to."""
+    num_blocks: int
+
+
+class Directory(Protocol):
+    """Chained block key -> the workers that hold that block now, for one namespace."""
+
+    async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
+        """Take the id for `lease_s` with an empty resident set under `epoch`, `seq` 0. Modifies.
+
+        `TAKEN` while a live lease of another `info.instance` holds the id. The same instance may register again, which
+        drops what it had published.
+        """
+        ...
+
+    async def heartbeat(self, worker: WorkerId, epoch: Epoch, seq: int, lease_s: float) -> Reply:
+        """Extend the lease. Modifies the lease only.
+
+        `GAP` when the store's last batch is not `seq`, so that a lost last batch is noticed in a quiet system; the
+        lease is extended all the same. `STALE` and `UNKNOWN` extend nothing.
+        """
+        ...
+
+    async def apply(self, batch: EventBatch) -> Reply:
+        """Apply one batch, atomically. Modifies on `OK` only.
+
+        A repeat of the last batches is a no-op and `OK`. At most `MAX_KEYS_PER_CALL` keys; more raise `ValueError`.
+        """
+        ...
+
+    async def stage(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, keys: Sequence[BlockKey]) -> Reply:
+        """Add a chunk to the invisible snapshot that will become current under the epoch `snapshot`. Modifies.
+
+        `match` does not see staged keys. A staged snapshot that is not committed vanishes with the lease.
+        """
+        ...
+
+    async def commit(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, num_keys: int) -> Reply:
+        """Make the staged snapshot the resident set under its own epoch, `seq` 0, at once. Modifies.
+
+        `num_keys` is the number of distinct keys staged; `GAP` when the store holds another number, in which case the
+        staged keys are dropped. A repeat of a commit that took effect is `OK`.
+        """
+        ...
+
+    async def set_draining(self, worker: WorkerId, epoch: Epoch, is_draining: bool) -> Reply:
+        """Mark a worker as one that takes no new requests. Modifies the record only."""
+        ...
+
+    async def forget(self, worker: WorkerId, instance: Instance) -> Reply:
+        """Drop the lease and all entries of this life of the worker. Modifies; `UNKNOWN` if it is not there."""
+        ...
+
+    async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
+        """The longest resident prefix of `keys` on each of `workers`. Does not modify.
+
+        Workers without a live lease or without the first block are absent from the answer.
+        """
+        ...
+
+    async def workers(self) -> list[WorkerRecord]:
+        """All workers with a live lease, by id. May reap ids whose lease is gone."""
+        ...
+
+    async def resident(self, worker: WorkerId) -> set[BlockKey]:
+        """Every key held by one worker; empty if it is not there. For tools and tests: linear in the set."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections. The store keeps what it has."""
+        ...

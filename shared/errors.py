@@ -1,0 +1,116 @@
+"""Every error that kvroute raises on purpose.
+
+    KvrouteError
+    +-- ClientError                 the caller's request is at fault; repeating it changes nothing
+    |   +-- InvalidRequest          a field is missing, of the wrong type or out of range
+    |   +-- ContextTooLong          prompt and answer do not fit into the model's context
+    |   +-- ModelNotFound           the request names a model that is not served
+    +-- ConfigError                 a flag, variable or file of ours is wrong
+    +-- TransientError              the same request may well succeed later
+    |   +-- Overloaded              queues are full
+    |   +-- NoWorker                no worker can take the request now
+    |   +-- WorkerLost              the worker or the way to it died under the request
+    |   +-- EngineError             the engine failed on this request
+    |   +-- DirectoryUnavailable    the store did not answer in time
+    +-- ProtocolError               a peer sent bytes that are not of this protocol
+    |   +-- AuthenticationFailed    a peer does not know the shared secret
+    +-- WorkerIdTaken               a live lease already holds this worker id
+"""
+
+from __future__ import annotations
+
+
+class KvrouteError(Exception):
+    """Root of all errors raised on purpose."""
+
+    code = "internal_error"
+
+
+class ClientError(KvrouteError):
+    """The caller's request is at fault. `param` names the offending field, where there is one."""
+
+    code = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(ClientError):
+    """A field is missing, of the wrong type or out of range."""
+
+    code = "invalid_value"
+
+
+class ContextTooLong(ClientError):
+    """Prompt and answer together do not fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(ClientError):
+    """The request names a model that is not served here."""
+
+    code = "model_not_found"
+
+
+class ConfigError(KvrouteError):
+    """A flag, an environment variable or a configuration file of ours is wrong."""
+
+    code = "invalid_configuration"
+
+
+class TransientError(KvrouteError):
+    """The same request may well succeed later. `retry_after_s` says when, where that is known."""
+
+    code = "service_unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Overloaded(TransientError):
+    """The queues that the request would wait in are full."""
+
+    code = "rate_limit_exceeded"
+
+
+class NoWorker(TransientError):
+    """No live worker can take the request now."""
+
+
+class WorkerLost(TransientError):
+    """The worker, or the connection to it, died while the request was under way."""
+
+    code = "worker_lost"
+
+
+class EngineError(TransientError):
+    """The engine failed on this request."""
+
+    code = "engine_error"
+
+
+class DirectoryUnavailable(TransientError):
+    """The directory's store did not answer within its deadline, or refused."""
+
+    code = "directory_unavailable"
+
+
+class ProtocolError(KvrouteError):
+    """A peer sent bytes that are not of this protocol or break its limits."""
+
+    code = "protocol_error"
+
+
+class AuthenticationFailed(ProtocolError):
+    """A peer could not prove that it knows the shared secret."""
+
+    code = "authentication_failed"
+
+
+class WorkerIdTaken(KvrouteError):
+    """A live lease of another process already holds this worker id."""
+
+    code = "worker_id_taken"

@@ -1,0 +1,267 @@
+"""What routers and workers say to each other: dataclasses as positional msgpack arrays.
+
+A message is `[kind, field, field, ...]`. Decoding checks every type and every limit, so that nothing past this module
+sees bytes of a stranger. Trailing fields that have a default may be missing, so that a message can grow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from shared.errors import ProtocolError
+from shared.types import FinishReason, Instance, RequestId, RouterId, Sampling, WorkerId, WorkerStatus
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 20
+"""A 1-million-token prompt is 4 MB; what is larger than this is not ours."""
+_MAX_ITEMS = 1 << 20
+
+Message = TypeVar("Message")
+_Decode = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """Worker to router, first on a connection."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Router to worker: proves the secret over the worker's nonce and asks for its own to be answered."""
+
+    protocol: int
+    router: RouterId
+    session: bytes
+    """16 random bytes, constant while the router wants to resume what it had under way."""
+    nonce: bytes
+    proof: bytes
+    last_frame: int
+    """Last frame of this session that arrived; 0 on a new session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Worker to router: the connection stands."""
+
+    worker: WorkerId
+    instance: Instance
+    proof: bytes
+    is_resumed: bool
+    """Whether the session's requests are still alive; if not, the router has lost what was under way."""
+    last_submit: int
+    """Last submit of this session that arrived; the router sends later ones again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Either side, before it closes: why."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Router to worker: compute one sequence."""
+
+    number: int
+    """Counts submits of one session from 1."""
+    request: RequestId
+    attempt: int
+    token_ids: bytes
+    """Prompt, as `hashing.pack_tokens` gives it."""
+    sampling: Sampling
+    salt: str = ""
+    adapter: str = ""
+    priority: int = 0
+    """Lower goes first, as in vLLM."""
+    matched_tokens: int = 0
+    """What the router expects the cache to give; for load accounting only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Router to worker: free the engine's request. Unknown requests are no error."""
+
+    request: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Router to worker: frames up to `frame` have arrived and may be forgotten."""
+
+    frame: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a request failed: an error code of `shared.errors` and a sentence."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one request. `offset` is the number of tokens sent before these."""
+
+    request: RequestId
+    attempt: int
+    offset: int
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None = None
+    cached_tokens: int | None = None
+    """The engine's own count of prompt tokens served from its cache, sent with the first delta."""
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Worker to router: one engine step's news for this router. `number` counts frames of a session from 1."""
+
+    instance: Instance
+    number: int
+    last_submit: int
+    """Last submit of this session that the status accounts for."""
+    deltas: tuple[Delta, ...] = ()
+    status: WorkerStatus | None = None
+
+
+_KINDS: tuple[type[Any], ...] = (Challenge, Hello, Welcome, Refused, Submit, Cancel, Ack, Frame)
+_KIND_OF = {message_type: kind for kind, message_type in enumerate(_KINDS)}
+
+
+def encode(message: object) -> bytes:
+    """The wire form of any message of this module."""
+    return msgpack.packb([_KIND_OF[type(message)], *_pack(message)])
+
+
+def decode(raw: bytes) -> Any:
+    """The message in `raw`.
+
+    Raises:
+        ProtocolError: the bytes are not one message of this protocol; says which field of which message.
+    """
+    body = unpack(raw)
+    if not isinstance(body, list) or not body or type(body[0]) is not int or not 0 <= body[0] < len(_KINDS):
+        raise ProtocolError("not a message: no known kind in front")
+    return _unpack_fields(_KINDS[body[0]], body, start=1)
+
+
+def encode_record(record: object) -> bytes:
+    """The wire form of a dataclass of `shared.types` that travels inside something else, as a worker's info does."""
+    return msgpack.packb(_pack(record))
+
+
+def decode_record(record_type: type[Message], raw: bytes) -> Message:
+    """The inverse of `encode_record`, checked as `decode` checks."""
+    body = unpack(raw)
+    if not isinstance(body, list):
+        raise ProtocolError(f"{record_type.__name__}: not an array")
+    record: Message = _unpack_fields(record_type, body, start=0)
+    return record
+
+
+def unpack(raw: bytes) -> Any:
+    """Plain msgpack within this protocol's limits; no extension types."""
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"message of {len(raw)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        return msgpack.unpackb(
+            raw,
+            raw=False,
+            strict_map_key=True,
+            max_array_len=_MAX_ITEMS,
+            max_map_len=_MAX_ITEMS,
+            max_ext_len=0,
+        )
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not msgpack within limits: {error}") from error
+
+
+def _pack(value: Any) -> Any:
+    """Dataclasses become arrays; the rest is msgpack's own."""
+    if dataclasses.is_dataclass(value):
+        return [_pack(getattr(value, name)) for name in value.__slots__]
+    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        return [_pack(item) for item in value]
+    return value
+
+
+def _unpack_fields(message_type: type[Any], body: list[Any], *, start: int) -> Any:
+    decoders, num_required = _decoders_of(message_type)
+    num_given = len(body) - start
+    if not num_required <= num_given <= len(decoders):
+        raise ProtocolError(f"{message_type.__name__}: {num_given} fields, not {num_required} to {len(decoders)}")
+    values = []
+    for (name, decode_field), raw in zip(decoders, body[start:], strict=False):
+        try:
+            values.append(decode_field(raw))
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"{message_type.__name__}.{name}: {error}") from error
+    return message_type(*values)
+
+
+_decoder_cache: dict[type[Any], tuple[list[tuple[str, _Decode]], int]] = {}
+
+
+def _decoders_of(message_type: type[Any]) -> tuple[list[tuple[str, _Decode]], int]:
+    """Field decoders of a dataclass and how many fields have no default. Derived once for each type."""
+    found = _decoder_cache.get(message_type)
+    if found is None:
+        hints = get_type_hints(message_type)
+        fields = dataclasses.fields(message_type)
+        num_required = sum(field.default is dataclasses.MISSING for field in fields)
+        found = ([(field.name, _decoder(hints[field.name])) for field in fields], num_required)
+        _decoder_cache[message_type] = found
+    return found
+
+
+def _decoder(hint: Any) -> _Decode:
+    """A function that checks and converts one value of the annotated type."""
+    if isinstance(hint, NewType):
+        return _decoder(hint.__supertype__)
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        (inner_hint,) = (arg for arg in get_args(hint) if arg is not type(None))
+        inner = _decoder(inner_hint)
+        return lambda raw: None if raw is None else inner(raw)
+    if origin is tuple:
+        return _tuple_decoder(get_args(hint)[0])
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        record_type = hint
+        return lambda raw: _unpack_fields(record_type, _expect(raw, list), start=0)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint
+    if hint is float:
+        return lambda raw: float(raw) if type(raw) in (int, float) else _expect(raw, float)
+    return lambda raw: _expect(raw, hint)
+
+
+def _tuple_decoder(item_hint: Any) -> _Decode:
+    if item_hint is int:
+        # Token ids are the bulk of all traffic: one set of types instead of one call for each id.
+        def decode_ints(raw: Any) -> tuple[int, ...]:
+            if type(raw) is not list or not set(map(type, raw)) <= {int}:
+                raise TypeError("not an array of integers")
+            return tuple(raw)
+
+        return decode_ints
+    item = _decoder(item_hint)
+    return lambda raw: tuple([item(value) for value in _expect(raw, list)])
+
+
+def _expect(raw: Any, wanted: type) -> Any:
+    if type(raw) is not wanted:
+        raise TypeError(f"{type(raw).__name__} instead of {wanted.__name__}")
+    return raw

@@ -1,0 +1,1 @@
+"""One authenticated connection for each router-worker pair."""

@@ -1,0 +1,1 @@
+"""Engines that compute tokens, all behind one protocol."""

