@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from router.policies.base import Load
 from shared.directory.base import Directory, WorkerRecord
 from shared.errors import AuthenticationFailed, DirectoryUnavailable, WorkerLost
 from shared.transport.base import OnChange, WorkerClient
@@ -36,25 +37,6 @@ class Booking:
     submit: int | None = None
     """The number of the submit on the worker's client, so that a status can tell whether it counts it."""
     has_first_token: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One worker's load: its last status, and own bookings that the status cannot know yet."""
-
-    worker: WorkerId
-    instance: Instance
-    is_cache_aware: bool
-    num_requests: int
-    max_num_seqs: int
-    queued_prefill_tokens: int
-    kv_used_blocks: int
-    kv_total_blocks: int
-    prefill_s_per_token: float
-    step_s: float
-    decode_s_per_seq: float
-    step_budget_tokens: int
-    status_age_s: float
 
 
 @dataclass(slots=True)

@@ -11,9 +11,9 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from router.fleet import Booking, Fleet, Load
+from router.fleet import Booking, Fleet
 from router.hints import Hints, Promise
-from router.policies.base import Candidate, FleetState, Policy, Ranking, RankRequest
+from router.policies.base import Candidate, FleetState, Load, Policy, Ranking, RankRequest
 from router.requests import GenerateRequest
 from shared.directory.base import Match
 from shared.errors import NoWorker, Overloaded
@@ -164,7 +164,7 @@ class HoldQueue:
     async def _decide(self) -> None:
         """Bind whoever can be bound now, most urgent first."""
         loads = self._fleet.loads()
-        if not loads or (self._policy.is_late_binding and not any(_has_slot(load) for load in loads)):
+        if not loads or (self._policy.is_late_binding and not any(load.has_free_slot for load in loads)):
             return
         for held in await self._in_order(loads):
             if held.placed.done():
@@ -212,7 +212,7 @@ class HoldQueue:
         held.placed.set_result(Placement(booking, promise, best.matched_tokens, ranking))
 
     def _candidates(self, held: _Held, loads: Sequence[Load]) -> list[Candidate]:
-        return [_candidate(load, self._matched_tokens(held, load)) for load in loads]
+        return [Candidate(load, self._matched_tokens(held, load)) for load in loads]
 
     def _matched_tokens(self, held: _Held, load: Load) -> int:
         """Prompt tokens that the worker will not have to compute, resident or promised."""
@@ -246,24 +246,3 @@ class HoldQueue:
 
     def _expected_output_tokens(self, request: GenerateRequest) -> int:
         return min(request.sampling.max_tokens, round(self._mean_output_tokens))
-
-
-def _has_slot(load: Load) -> bool:
-    return load.num_requests < load.max_num_seqs
-
-
-def _candidate(load: Load, matched_tokens: int) -> Candidate:
-    return Candidate(
-        worker=load.worker,
-        matched_tokens=matched_tokens,
-        num_requests=load.num_requests,
-        max_num_seqs=load.max_num_seqs,
-        queued_prefill_tokens=load.queued_prefill_tokens,
-        kv_used_blocks=load.kv_used_blocks,
-        kv_total_blocks=load.kv_total_blocks,
-        prefill_s_per_token=load.prefill_s_per_token,
-        step_s=load.step_s,
-        decode_s_per_seq=load.decode_s_per_seq,
-        step_budget_tokens=load.step_budget_tokens,
-        status_age_s=load.status_age_s,
-    )

@@ -51,8 +51,6 @@ class RequestTrace:
     cached_tokens: int = 0
     """What the engine says its cache gave."""
     num_attempts: int = 0
-    is_degraded: bool = False
-    """Whether the directory could not be asked."""
     explain: Callable[[], str] | None = None
     """Gives the decision in words and numbers, when somebody asks."""
     failed_workers: list[WorkerId] = field(default_factory=list)

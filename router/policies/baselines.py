@@ -84,11 +84,11 @@ class PrefixHashPolicy(_EarlyBinding):
         self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState, rng: random.Random
     ) -> Ranking:
         """By rendezvous weight, workers over the bound last."""
-        num_requests = sum(candidate.num_requests for candidate in candidates) + 1
+        num_requests = sum(candidate.load.num_requests for candidate in candidates) + 1
         bound = math.ceil(self.load_bound * num_requests / len(candidates))
         weights = [
             xxh3_64_intdigest(request.prefix_hash + candidate.worker.encode()) / 2**64
-            + (candidate.num_requests >= bound)
+            + (candidate.load.num_requests >= bound)
             for candidate in candidates
         ]
         return _by_cost(candidates, weights)
@@ -104,7 +104,7 @@ def _shuffled(candidates: Sequence[Candidate], rng: random.Random) -> list[Candi
 def _by_cost(candidates: Sequence[Candidate], costs: Sequence[float] | None) -> Ranking:
     """Candidates by cost, by number of requests where none is given; equal costs keep their order."""
     if costs is None:
-        costs = [candidate.num_requests for candidate in candidates]
+        costs = [candidate.load.num_requests for candidate in candidates]
     scored = [
         Scored(candidate.worker, cost, candidate.matched_tokens)
         for candidate, cost in zip(candidates, costs, strict=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from router.policies.base import Candidate, FleetState, Ranking, RankRequest, Scored
+from router.policies.base import Candidate, FleetState, Load, Ranking, RankRequest, Scored
 
 _OWN_PREFILL_WEIGHT = 1.5
 """Own prefill counts more than waiting, since it also delays whoever comes after."""
@@ -30,13 +30,13 @@ class CostPolicy:
         self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState, rng: random.Random
     ) -> Ranking:
         """Workers by cost; ties by rendezvous hash, so that equal prompts agree on a worker before any holds them."""
-        mean_queued_s = sum(candidate.queued_prefill_s for candidate in candidates) / len(candidates)
+        mean_queued_s = sum(candidate.load.queued_prefill_s for candidate in candidates) / len(candidates)
         pressure = (mean_queued_s + fleet.backlog_s / len(candidates)) / fleet.mean_full_s if fleet.mean_full_s else 0.0
         ranked = sorted(
             ((self._score(request, candidate, fleet, pressure), candidate) for candidate in candidates),
             key=lambda pair: (pair[0].cost, _rendezvous(request.prefix_hash, pair[1])),
         )
-        return Ranking(tuple(scored for scored, _ in ranked), can_send=_has_room(request, ranked[0][1], fleet))
+        return Ranking(tuple(scored for scored, _ in ranked), can_send=_has_room(request, ranked[0][1].load, fleet))
 
     def urgency(self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState) -> float:
         """A response ratio with squared age: short or cached prompts first, nobody for ever."""
@@ -44,14 +44,13 @@ class CostPolicy:
         return (request.age_s + fleet.mean_own_s) ** 2 / own_s
 
     def _score(self, request: RankRequest, candidate: Candidate, fleet: FleetState, pressure: float) -> Scored:
-        fullness = max(
-            candidate.kv_used_blocks / candidate.kv_total_blocks, candidate.num_requests / candidate.max_num_seqs
-        )
+        load = candidate.load
+        fullness = max(load.kv_used_blocks / load.kv_total_blocks, load.num_requests / load.max_num_seqs)
         terms = {
-            "queue_s": candidate.queued_prefill_s / (1.0 + pressure),
+            "queue_s": load.queued_prefill_s / (1.0 + pressure),
             "own_s": _OWN_PREFILL_WEIGHT * _own_prefill_s(request, candidate),
             "fullness_s": _FULLNESS_WEIGHT * fleet.mean_full_s * fullness,
-            "decode_s": candidate.decode_s_per_seq * candidate.num_requests,
+            "decode_s": load.decode_s_per_seq * load.num_requests,
         }
         return Scored(candidate.worker, sum(terms.values()), candidate.matched_tokens, terms)
 
@@ -59,10 +58,10 @@ class CostPolicy:
 def _own_prefill_s(request: RankRequest, candidate: Candidate) -> float:
     """Time to prefill what the candidate does not hold: at least one token, as in every engine."""
     num_tokens = max(1, request.num_prompt_tokens - candidate.matched_tokens)
-    return num_tokens * candidate.prefill_s_per_token
+    return num_tokens * candidate.load.prefill_s_per_token
 
 
-def _has_room(request: RankRequest, best: Candidate, fleet: FleetState) -> bool:
+def _has_room(request: RankRequest, best: Load, fleet: FleetState) -> bool:
     """Whether the best worker will run dry before another word from it could reach this router."""
     news_s = best.step_budget_s + best.status_age_s + fleet.round_trip_s
     # A worker that runs nothing takes anything: what it cannot hold it refuses by name, and no wait would mend that.
