@@ -61,7 +61,8 @@ class Fleet:
 
     A worker joins when the directory names it and it can be reached. It leaves when its connection is gone, or when
     the directory names another life of it; a store that forgets or fails takes nobody away, since a connection that
-    stands is better proof of life than a lease that the store has lost.
+    stands is better proof of life than a lease that the store has lost. With `only`, workers of other names are left
+    to the deployments that started them.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Fleet:
         clock: Callable[[], float],
         on_change: OnChange,
         on_leave: Callable[[WorkerId], None],
+        only: frozenset[WorkerId] | None = None,
         refresh_s: float = 1.0,
     ) -> None:
         self._directory = directory
@@ -81,6 +83,7 @@ class Fleet:
         self._clock = clock
         self._on_change = on_change
         self._on_leave = on_leave
+        self._only = only
         self._refresh_s = refresh_s
         self._members: dict[WorkerId, _Member] = {}
         self._suspects: dict[WorkerId, _Suspect] = {}
@@ -152,7 +155,11 @@ class Fleet:
     async def refresh(self) -> None:
         """Bring membership in line with the directory and with the connections that stand. Modifies."""
         try:
-            records = {record.info.worker: record for record in await self._directory.workers()}
+            records = {
+                record.info.worker: record
+                for record in await self._directory.workers()
+                if self._only is None or record.info.worker in self._only
+            }
             self._suspects = {worker: suspect for worker, suspect in self._suspects.items() if worker in records}
         except DirectoryUnavailable:
             records = {}

@@ -140,10 +140,12 @@ class HoldQueue:
             async with asyncio.timeout(self._timeout_s):
                 return await held.placed
         except TimeoutError:
+            if _is_bound(held.placed):
+                return held.placed.result()
             raise NoWorker(f"no worker took the request within {self._timeout_s:g} s", retry_after_s=1.0) from None
         except asyncio.CancelledError:
-            # The decision may have come in the very moment of the cancel: its claims must not outlive it.
-            if held.placed.done() and not held.placed.cancelled() and held.placed.exception() is None:
+            if _is_bound(held.placed):
+                # The decision came in the very moment of the cancel: its claims must not outlive it.
                 placement = held.placed.result()
                 self._hints.withdraw(placement.promise)
                 self._fleet.release(placement.booking)
@@ -208,7 +210,7 @@ class HoldQueue:
         )
         promise = self._hints.promise(best.worker, held.keys)
         self._note_sent(held.rank_request.num_prompt_tokens, own_tokens)
-        del self._held[held]
+        self._held.pop(held)
         held.placed.set_result(Placement(booking, promise, best.matched_tokens, ranking))
 
     def _candidates(self, held: _Held, loads: Sequence[Load]) -> list[Candidate]:
@@ -246,3 +248,7 @@ class HoldQueue:
 
     def _expected_output_tokens(self, request: GenerateRequest) -> int:
         return min(request.sampling.max_tokens, round(self._mean_output_tokens))
+
+
+def _is_bound(placed: asyncio.Future[Placement]) -> bool:
+    return placed.done() and not placed.cancelled() and placed.exception() is None

@@ -44,6 +44,7 @@ class Router:
         max_held: int = 4096,
         queue_timeout_s: float = 600.0,
         min_prefix_tokens: int = 0,
+        only: frozenset[WorkerId] | None = None,
         refresh_s: float = 1.0,
     ) -> None:
         clock = asyncio.get_running_loop().time
@@ -63,6 +64,7 @@ class Router:
             clock=clock,
             on_change=lambda: self.queue.poke(),
             on_leave=self.hints.forget,
+            only=only,
             refresh_s=refresh_s,
         )
         self.queue = HoldQueue(
