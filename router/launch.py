@@ -152,15 +152,6 @@ async def live_workers(run: runfile.Run, settings: Settings) -> list[WorkerRecor
         await directory.close()
 
 
-async def resident_counts(run: runfile.Run, settings: Settings, records: list[WorkerRecord]) -> dict[WorkerId, int]:
-    """How many blocks the directory holds for each worker."""
-    directory = await _connect_directory(run.redis_url, settings)
-    try:
-        return {record.info.worker: len(await directory.resident(record.info.worker)) for record in records}
-    finally:
-        await directory.close()
-
-
 async def _bring_up(
     settings: Settings, run_dir: Path, run: runfile.Run, say: Say, stack: contextlib.AsyncExitStack
 ) -> runfile.Run:
