@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,6 +21,8 @@ from shared.errors import ConfigError
 _SERVERS_ON_PATH = ("valkey-server", "redis-server")
 _MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` of Linux holds 108 bytes with the closing zero."""
+_ANSWER_TIMEOUT_S = 2.0
+_FOLDER_PREFIX = "kvroute-store-"
 _SOCKET_NAME = "store.sock"
 _LOG_NAME = "store.log"
 
@@ -56,11 +60,18 @@ class EmbeddedStore:
     """One server process in a private folder: no TCP port, nothing written to disk, nothing left after `stop`.
 
     On Linux the server dies with the *thread* that calls `start`, so that must be one that lives as long as the store
-    is wanted, as the thread of the event loop is. With `detached` it has a session of its own and outlives its parent,
-    which must note `pid` and `url`; `stop_detached` ends it from anywhere.
+    is wanted, as the main thread does. With `is_detached` it has a session of its own and outlives its parent, which
+    must note `pid` and `url`; `stop_detached` ends it from anywhere. `environment` is the server's; default: ours.
     """
 
-    def __init__(self, *, is_detached: bool = False, start_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        *,
+        environment: Mapping[str, str] | None = None,
+        is_detached: bool = False,
+        start_timeout_s: float = 10.0,
+    ) -> None:
+        self._environment = environment
         self._is_detached = is_detached
         self._start_timeout_s = start_timeout_s
         self._folder: Path | None = None
@@ -68,7 +79,7 @@ class EmbeddedStore:
 
     @property
     def url(self) -> str:
-        """`unix:///path`, the same over restarts. Raises `RuntimeError` before the first start."""
+        """`unix:///path`, the same over restarts. Raises `RuntimeError` while the store is not started."""
         if self._folder is None:
             raise RuntimeError("the store is not started")
         return f"unix://{self._folder / _SOCKET_NAME}"
@@ -78,10 +89,11 @@ class EmbeddedStore:
         """The server's process; `None` when none runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Start the server and wait until it answers; starts it again, empty, if it has died. Idempotent.
 
-        Raises `ConfigError` if there is no server to start or it does not come up, with its own last words.
+        Blocks for some 50 ms. Raises `ConfigError` if there is no server to start or it does not come up, with its own
+        last words.
         """
         if self.pid is not None:
             return
@@ -90,35 +102,34 @@ class EmbeddedStore:
             self._folder = _make_private_folder()
         self._process = self._spawn(binary, self._folder)
         try:
-            async with asyncio.timeout(self._start_timeout_s):
-                await self._wait_ready(self._process, self._folder / _SOCKET_NAME)
-        except BaseException as error:
+            is_ready = _wait_ready(self._process, self._folder / _SOCKET_NAME, self._start_timeout_s)
             last_words = (self._folder / _LOG_NAME).read_text(errors="replace")[-500:].strip()
-            await self.stop()
-            if isinstance(error, TimeoutError | ChildProcessError):
-                raise ConfigError(f"{binary} did not come up: {last_words or 'it said nothing'}") from None
+        except BaseException:
+            self.stop()
             raise
+        if not is_ready:
+            self.stop()
+            raise ConfigError(f"{binary} did not come up: {last_words or 'it said nothing'}")
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """End the server and remove its folder. Idempotent."""
         process, self._process = self._process, None
-        if process is not None and process.poll() is None:
+        if process is not None:
             # There is nothing to save, and a frozen server hears nothing gentler.
             process.kill()
-        if process is not None:
-            await asyncio.to_thread(process.wait)
+            process.wait()
         folder, self._folder = self._folder, None
         if folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
-    async def __aenter__(self) -> Self:
-        await self.start()
+    def __enter__(self) -> Self:
+        self.start()
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.stop()
+        self.stop()
 
     def _spawn(self, binary: Path, folder: Path) -> subprocess.Popen[bytes]:
         command = [str(binary), "--port", "0", "--unixsocket", str(folder / _SOCKET_NAME), "--unixsocketperm", "700"]
@@ -132,49 +143,50 @@ class EmbeddedStore:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=self._environment,
                 start_new_session=self._is_detached,
             )
 
-    @staticmethod
-    async def _wait_ready(process: subprocess.Popen[bytes], socket_path: Path) -> None:
-        """Connect until the server answers. Raises `ChildProcessError` if it ends before that."""
-        while not await _answers(socket_path):
-            if process.poll() is not None:
-                raise ChildProcessError
-            await asyncio.sleep(0.005)
 
-
-async def stop_detached(url: str) -> None:
-    """End the detached store at `url` and remove its folder. No error if it is gone."""
+def stop_detached(url: str) -> None:
+    """Tell the detached store at `url` to end, and remove its folder. No error if it is gone."""
     socket_path = Path(url.removeprefix("unix://"))
-    with contextlib.suppress(OSError):
-        reader, writer = await asyncio.open_unix_connection(str(socket_path))
-        writer.write(b"SHUTDOWN NOSAVE\r\n")
-        await reader.read()  # ends when the server does
-        writer.close()
-    if socket_path.name == _SOCKET_NAME:
-        await asyncio.to_thread(shutil.rmtree, socket_path.parent, ignore_errors=True)
+    if socket_path.name != _SOCKET_NAME or not socket_path.parent.name.startswith(_FOLDER_PREFIX):
+        raise ValueError("not the URL of an embedded store")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ANSWER_TIMEOUT_S)
+        connection.connect(str(socket_path))
+        connection.sendall(b"SHUTDOWN NOSAVE\r\n")
+        connection.recv(1)  # ends when the server does
+    shutil.rmtree(socket_path.parent, ignore_errors=True)
 
 
 def _make_private_folder() -> Path:
     """A folder that only this user may enter and whose path leaves room for a socket's name."""
     for parent in (None, "/tmp"):
-        folder = Path(tempfile.mkdtemp(prefix="kvroute-store-", dir=parent))  # mode 0700
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))  # mode 0700
         if len(os.fsencode(folder / _SOCKET_NAME)) <= _MAX_SOCKET_PATH_BYTES:
             return folder
         folder.rmdir()
     raise ConfigError(f"the temporary folder's path is too long for a socket ({_MAX_SOCKET_PATH_BYTES} bytes)")
 
 
-async def _answers(socket_path: Path) -> bool:
-    try:
-        reader, writer = await asyncio.open_unix_connection(str(socket_path))
-    except OSError:
-        return False
-    try:
-        writer.write(b"PING\r\n")
-        return (await reader.readline()).startswith(b"+PONG")
-    except OSError:
-        return False
-    finally:
-        writer.close()
+def _wait_ready(process: subprocess.Popen[bytes], socket_path: Path, timeout_s: float) -> bool:
+    """Connect until the server answers; false if it ends before that, or time is up."""
+    deadline_s = time.monotonic() + timeout_s
+    while not _answers(socket_path):
+        if time.monotonic() > deadline_s:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.005)
+            return False
+    return True
+
+
+def _answers(socket_path: Path) -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ANSWER_TIMEOUT_S)
+        connection.connect(str(socket_path))
+        connection.sendall(b"PING\r\n")
+        return connection.recv(5) == b"+PONG"
+    return False

@@ -106,6 +106,13 @@ class RedisDirectory:
     def num_breaker_openings(self) -> int:
         return self._breaker.num_openings
 
+    async def connect(self) -> None:
+        """Connect and check the server's version, as the first call does otherwise.
+
+        Raises `ConfigError` if it is too old, `DirectoryUnavailable` if it does not answer.
+        """
+        await self._call("connect", self._publish_deadline_s, self._client.ping)
+
     async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
         check_scheme(info, self._scheme)
         lease_ms = _milliseconds(lease_s)
