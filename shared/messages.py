@@ -143,7 +143,8 @@ _KIND_OF = {message_type: kind for kind, message_type in enumerate(_KINDS)}
 
 def encode(message: object) -> bytes:
     """The wire form of any message of this module."""
-    return msgpack.packb([_KIND_OF[type(message)], *_pack(message)])
+    raw: bytes = msgpack.packb([_KIND_OF[type(message)], *_pack(message)])
+    return raw
 
 
 def decode(raw: bytes) -> Any:
@@ -160,7 +161,8 @@ def decode(raw: bytes) -> Any:
 
 def encode_record(record: object) -> bytes:
     """The wire form of a dataclass of `shared.types` that travels inside something else, as a worker's info does."""
-    return msgpack.packb(_pack(record))
+    raw: bytes = msgpack.packb(_pack(record))
+    return raw
 
 
 def decode_record(record_type: type[Message], raw: bytes) -> Message:
@@ -192,7 +194,7 @@ def unpack(raw: bytes) -> Any:
 def _pack(value: Any) -> Any:
     """Dataclasses become arrays; the rest is msgpack's own."""
     if dataclasses.is_dataclass(value):
-        return [_pack(getattr(value, name)) for name in value.__slots__]
+        return [_pack(getattr(value, name)) for name in value.__slots__]  # type: ignore[union-attr]
     if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
         return [_pack(item) for item in value]
     return value
