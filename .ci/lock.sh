@@ -2,13 +2,20 @@
 # Makes lock-cpu.txt and lock-gpu.txt: the exact version of every package that an installation needs.
 #
 # pip resolves what pyproject.toml asks for, without installing it; install.sh later installs exactly these versions
-# and resolves nothing. Run it on the oldest supported Python (3.11), on Linux x86_64, after any change of a dependency.
+# and resolves nothing. Run it on Linux x86_64 after any change of a dependency. PYTHON names the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# Python before 3.11.3 needs a package more than later ones, which do not mind it. Debian 12 has 3.11.2.
+python=${PYTHON:-/usr/bin/python3}
+if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 11, 3))'; then
+  echo "lock: needs Python 3.11.0 to 3.11.2, so that the lock suits all later ones; set PYTHON" >&2
+  exit 2
+fi
+
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-"${PYTHON:-python3}" -m venv "$scratch/venv"
+"$python" -m venv "$scratch/venv"
 python=$scratch/venv/bin/python
 "$python" -m pip install --quiet --upgrade pip
 
@@ -57,7 +64,7 @@ locked = {item["metadata"]["name"]: item["metadata"]["version"] for item in json
 with open("pyproject.toml", "rb") as file:
     demo = tomllib.load(file)["project"]["optional-dependencies"]["demo"]
 locked |= dict(item.split("==") for item in demo if item.split("==")[0] in alone)
-print(f"# Made by .ci/lock.sh for engine={engine}, Linux x86_64, Python {sys.version_info[0]}.{sys.version_info[1]}.")
+print(f"# Made by .ci/lock.sh for engine={engine}, Linux x86_64, Python {sys.version.split()[0]}.")
 if left_out != ["pip"]:
     print(f"# Left out on purpose: {', '.join(name for name in left_out if name != 'pip')}; .ci/lock.sh says why.")
 for name in sorted(locked, key=str.lower):
