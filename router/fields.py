@@ -1,4 +1,4 @@
-"""Checks of single JSON values. Each returns the value as it is used, or raises `InvalidRequest` with the field's name."""
+"""Checks of single JSON values: each returns the value as it is used, or raises `InvalidRequest` with its name."""
 
 from __future__ import annotations
 

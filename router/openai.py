@@ -134,25 +134,20 @@ def parse_request(endpoint: Endpoint, body: Any, *, served_model: str, allow_str
     return parsed
 
 
-def chat_completion(
-    *, response_id: str, model: str, created: int, text: str, finish: FinishReason, usage: Usage
+def completion_body(
+    endpoint: Endpoint, *, response_id: str, model: str, created: int, text: str, finish: FinishReason, usage: Usage
 ) -> dict[str, Any]:
-    """Body of a `chat.completion` object with one choice."""
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": text, "refusal": None},
-        "logprobs": None,
-        "finish_reason": finish.value,
+    """Body of a `chat.completion` or `text_completion` object with one choice. `created` is in Unix seconds."""
+    is_chat = endpoint is Endpoint.CHAT
+    answer = {"message": {"role": "assistant", "content": text, "refusal": None}} if is_chat else {"text": text}
+    return {
+        "id": response_id,
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [{"index": 0, **answer, "logprobs": None, "finish_reason": finish.value}],
+        "usage": usage.as_body(),
     }
-    return _completion("chat.completion", response_id, model, created, choice, usage)
-
-
-def text_completion(
-    *, response_id: str, model: str, created: int, text: str, finish: FinishReason, usage: Usage
-) -> dict[str, Any]:
-    """Body of a `text_completion` object with one choice."""
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish.value}
-    return _completion("text_completion", response_id, model, created, choice, usage)
 
 
 # Status and type of each error; an error that is not here has those of its nearest ancestor that is.
@@ -186,19 +181,6 @@ def error_body(error: BaseException) -> dict[str, Any]:
 
 def _status_and_type(error: BaseException) -> tuple[int, str]:
     return next(_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF)
-
-
-def _completion(
-    kind: str, response_id: str, model: str, created: int, choice: dict[str, Any], usage: Usage
-) -> dict[str, Any]:
-    return {
-        "id": response_id,
-        "object": kind,
-        "created": created,
-        "model": model,
-        "choices": [choice],
-        "usage": usage.as_body(),
-    }
 
 
 # Ranges are those of OpenAI's reference where it has the field, else vLLM's (`SamplingParams`).

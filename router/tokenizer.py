@@ -133,6 +133,17 @@ class Tokenizer:
             return self.encode(text)
         return await asyncio.to_thread(self.encode, text)
 
+    def check_token_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """A prompt that came as token ids. Raises `InvalidRequest` for an id that the vocabulary does not have."""
+        if token_ids and max(token_ids) >= self.vocab_size:
+            index = next(index for index, token_id in enumerate(token_ids) if token_id >= self.vocab_size)
+            raise InvalidRequest(
+                f"Invalid 'prompt[{index}]': token id {token_ids[index]} is not in the vocabulary "
+                f"of {self.vocab_size} tokens.",
+                param=f"prompt[{index}]",
+            )
+        return list(token_ids)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
         return self._raw.decode(token_ids, skip_special_tokens=True)
