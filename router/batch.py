@@ -240,6 +240,7 @@ class _Run:
         self, request: GenerateRequest, parsed: ParsedRequest, token_ids: list[int]
     ) -> _Answer:
         """Generate, and again from the start after a transient error, as often as the limits allow."""
+        base = request.request
         for attempt in range(1, self.limits.max_attempts):
             try:
                 return await self._generate_once(request, parsed, token_ids)
@@ -247,7 +248,7 @@ class _Run:
                 logger.info("%s: attempt %d failed: %s", request.request, attempt, error)
                 await asyncio.sleep(self._wait_s(attempt, error))
                 # The attempt before may not be forgotten everywhere yet.
-                request = replace(request, request=RequestId(f"{request.request}.{attempt}"))
+                request = replace(request, request=RequestId(f"{base}.{attempt}"))
         return await self._generate_once(request, parsed, token_ids)
 
     def _wait_s(self, attempt: int, error: TransientError) -> float:
