@@ -27,6 +27,8 @@ from shared.errors import EngineError, KvrouteError, OutputError, TransientError
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key
 from shared.types import CacheScheme, FinishReason, RequestId
 
+__all__ = ["BatchLimits", "BatchReport", "Generate", "OnRow", "PreparedBatch", "Row", "prepare_batch", "run_batch"]
+
 logger = logging.getLogger(__name__)
 
 SYNC_INTERVAL_S = 1.0
@@ -54,46 +56,69 @@ class BatchLimits:
     max_backoff_s: float = 30.0
 
 
-OnRow = Callable[[Row, str, RequestTrace], None]
-"""Called with the text of each row that was answered, after its line is written."""
+OnRow = Callable[[Row, str | None, RequestTrace], None]
+"""Called after a row's line is written, with text and trace of its answer: `None` and an empty one if it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A checked input and the locked output that belongs to it. Use as `with`, which gives the output free."""
+
+    input_path: Path
+    served_model: str
+    num_rows: int
+    journal: Journal
+
+    def __enter__(self) -> PreparedBatch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.journal.close()
+
+
+def prepare_batch(input_path: Path, output_path: Path, *, served_model: str, resume: bool) -> PreparedBatch:
+    """Check the input and open the output, so that nothing need be started for a batch that cannot run.
+
+    Reads the whole input; belongs into a thread.
+
+    Raises:
+        ConfigError: input or output cannot be used; says where and why. The output is then as it was.
+    """
+    summary = check_input(input_path, served_model=served_model)
+    journal = Journal.open(output_path, summary, resume=resume)
+    return PreparedBatch(input_path, served_model, summary.num_rows, journal)
 
 
 async def run_batch(
-    input_path: Path,
-    output_path: Path,
+    prepared: PreparedBatch,
     *,
     generate: Generate,
     tokenizer: Tokenizer,
     scheme: CacheScheme,
-    served_model: str,
     max_model_len_tokens: int,
     rng: random.Random,
     limits: BatchLimits | None = None,
-    resume: bool = False,
     on_row: OnRow | None = None,
     progress: bool | None = None,
     progress_stream: TextIO | None = None,
 ) -> BatchReport:
-    """Run all rows of `input_path` that `output_path` does not hold yet.
+    """Run all rows that the output does not hold yet.
 
     A row's fault, or an error that outlasts its attempts, becomes the row's line and ends nothing. Cancelling the
     calling task stops the run: rows under way are cancelled, the output is closed, and the report says so; that uses
-    the cancellation up. `progress` shows a bar or lines even where the stream is no terminal, or never if false.
+    the cancellation up. `progress` asks for lines where the stream is no terminal, or, if false, for none at all.
 
     Raises:
-        ConfigError: input or output cannot be used; nothing was computed.
         OutputError: results cannot be written; the output is whole and can be resumed.
     """
     clock = asyncio.get_running_loop().time
-    summary = await asyncio.to_thread(check_input, input_path, served_model=served_model)
-    journal = await asyncio.to_thread(Journal.open, output_path, summary, resume=resume)
-    num_skipped = len(journal.finished)
+    num_skipped = len(prepared.journal.finished)
     run = _Run(
-        journal=journal,
+        journal=prepared.journal,
         generate=generate,
         tokenizer=tokenizer,
         scheme=scheme,
-        served_model=served_model,
+        served_model=prepared.served_model,
         max_model_len_tokens=max_model_len_tokens,
         rng=rng,
         limits=limits or BatchLimits(),
@@ -101,7 +126,7 @@ async def run_batch(
         tally=Tally(scheme.block_size_tokens),
         progress=Progress(
             progress_stream or sys.stderr,
-            num_rows=summary.num_rows,
+            num_rows=prepared.num_rows,
             num_done=num_skipped,
             clock=clock,
             wanted=progress,
@@ -112,16 +137,16 @@ async def run_batch(
     started_at_s = clock()
     is_interrupted = False
     try:
-        await run.take_all(read_rows(input_path))
+        await run.take_all(read_rows(prepared.input_path))
     except asyncio.CancelledError:
         is_interrupted = True
         if (task := asyncio.current_task()) is not None:
             task.uncancel()
     finally:
         run.progress.close()
-        await asyncio.to_thread(journal.close)
+        await asyncio.to_thread(prepared.journal.close)
     return run.tally.report(
-        num_rows=summary.num_rows,
+        num_rows=prepared.num_rows,
         num_skipped=num_skipped,
         wall_s=clock() - started_at_s,
         is_interrupted=is_interrupted,
@@ -185,8 +210,10 @@ class _Run:
 
     async def _run_row(self, row: Row) -> None:
         record_id = f"batch_req_{self.name}_{row.line}"
+        text, trace = None, RequestTrace()
         try:
             answer = await self._answer(row, record_id)
+            text, trace = answer.text, answer.trace
         except OutputError:
             raise
         except Exception as error:
@@ -195,9 +222,8 @@ class _Run:
             self.journal.append(error_record(row, error, record_id=record_id))
             self.tally.failed()
             self.progress.failed()
-            return
         if self.on_row is not None:
-            self.on_row(row, answer.text, answer.trace)
+            self.on_row(row, text, trace)
 
     async def _answer(self, row: Row, record_id: str) -> _Answer:
         """Compute a row and write its result. Raises what is wrong with the row, the fleet or the output."""

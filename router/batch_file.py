@@ -115,6 +115,7 @@ class Journal:
         self._fd = fd
         self._size_bytes = size_bytes
         self._is_dirty = False
+        self._is_closed = False
         self.finished = finished
 
     @classmethod
@@ -185,11 +186,20 @@ class Journal:
                 raise self._failed(error) from None
 
     def close(self) -> None:
-        """Sync and give the file free. Raises `OutputError`."""
+        """Sync and give the file free; once is enough. Raises `OutputError`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
             self.sync()
         finally:
             os.close(self._fd)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def _failed(self, error: OSError) -> OutputError:
         return OutputError(

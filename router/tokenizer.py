@@ -38,29 +38,7 @@ _REPLACEMENT = "\ufffd"
 class Tokenizer:
     """One model's tokenizer. Does not change once loaded; safe to use from several threads at once."""
 
-    def __init__(
-        self,
-        raw: RawTokenizer,
-        *,
-        render: Callable[..., Any] | None,
-        eos_token_ids: Collection[int],
-        fingerprint: bytes,
-        knows_developer_role: bool = False,
-    ) -> None:
-        """`render` is a chat template's `(messages, **options) -> text`; `None` where the model has none."""
-        raw.no_truncation()
-        raw.no_padding()
-        self._raw = raw
-        self._render = render
-        self._knows_developer_role = knows_developer_role
-        self.eos_token_ids = frozenset(eos_token_ids)
-        """Ids that end an answer by themselves."""
-        self.fingerprint = fingerprint
-        """Equal for equal tokenizer and template files; see `shared.hashing.tokenizer_fingerprint`."""
-        self.vocab_size = raw.get_vocab_size(with_added_tokens=True)
-
-    @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
+    def __init__(self, folder: Path) -> None:
         """Read the tokenizer of a model folder. Never goes to the network; takes seconds, for its imports.
 
         Raises:
@@ -75,17 +53,20 @@ class Tokenizer:
         except Exception as error:
             # The library raises whatever its parsers meet; to the user all of it means one thing.
             raise ConfigError(f"cannot load a tokenizer from {folder}: {_first_line(error)}") from error
-        raw = getattr(loaded, "backend_tokenizer", None)
+        raw: RawTokenizer | None = getattr(loaded, "backend_tokenizer", None)
         if raw is None:
             raise ConfigError(f"the tokenizer in {folder} ({type(loaded).__name__}) has no fast form (tokenizer.json)")
-        template = loaded.chat_template
-        return cls(
-            raw,
-            render=loaded.apply_chat_template if template else None,
-            eos_token_ids=_eos_token_ids(folder, loaded.eos_token_id),
-            fingerprint=tokenizer_fingerprint(folder),
-            knows_developer_role="developer" in str(template),
-        )
+        # Both are changed by transformers' own calls, which are not made again: from here on nothing modifies `raw`.
+        raw.no_truncation()
+        raw.no_padding()
+        self._raw = raw
+        self._render: Callable[..., Any] | None = loaded.apply_chat_template if loaded.chat_template else None
+        self._knows_developer_role = "developer" in str(loaded.chat_template)
+        self.vocab_size = raw.get_vocab_size(with_added_tokens=True)
+        self.eos_token_ids = frozenset(_eos_token_ids(folder, loaded.eos_token_id))
+        """Ids that end an answer by themselves."""
+        self.fingerprint = tokenizer_fingerprint(folder)
+        """Equal for equal tokenizer and template files; see `shared.hashing.tokenizer_fingerprint`."""
 
     def render_chat(
         self,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Literal, TextIO
+from typing import Literal, Protocol, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -76,46 +77,84 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(told, ensure_ascii=False)
 
 
+class Trace(Protocol):
+    """What is counted of one request; the router's `RequestTrace` has it."""
+
+    received_at_s: float
+    bound_at_s: float | None
+    first_token_at_s: float | None
+    matched_tokens: int
+    cached_tokens: int
+
+
 class Metrics:
     """All metrics of one router, in a registry of its own, so that several routers live in one process."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        self._requests = Counter(
             "kvroute_requests", "Requests that ended, by policy and how.", ["policy", "outcome"], registry=registry
         )
-        self.ttft_seconds = Histogram(
+        self._ttft_seconds = Histogram(
             "kvroute_ttft_seconds",
             "Time from a request's arrival to its first token.",
             buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
-        self.queue_seconds = Histogram(
+        self._queue_seconds = Histogram(
             "kvroute_queue_seconds",
             "Time that a request was held before it was sent to a worker.",
             buckets=QUEUE_BUCKETS_S,
             registry=registry,
         )
-        self.matched_tokens = Counter(
+        self._matched_tokens = Counter(
             "kvroute_matched_tokens", "Prompt tokens that the directory expected in a cache.", registry=registry
         )
-        self.prompt_tokens = Counter("kvroute_prompt_tokens", "Prompt tokens sent to workers.", registry=registry)
-        self.cached_tokens = Counter(
+        self._prompt_tokens = Counter(
+            "kvroute_prompt_tokens", "Prompt tokens of requests that workers answered.", registry=registry
+        )
+        self._cached_tokens = Counter(
             "kvroute_cached_tokens", "Prompt tokens that engines say their cache gave.", registry=registry
         )
-        self.prediction_error_tokens = Histogram(
+        self._prediction_error_tokens = Histogram(
             "kvroute_prediction_error_tokens",
             "Matched less cached tokens of a request: whether the directory tells the truth.",
             buckets=PREDICTION_ERROR_BUCKETS_TOKENS,
             registry=registry,
         )
-        self.directory_degraded = Counter(
+        self._directory_degraded = Counter(
             "kvroute_directory_degraded", "Requests routed while the directory did not answer.", registry=registry
         )
-        self.failovers = Counter(
-            "kvroute_failovers", "Requests moved to another worker, by how far they were.", ["stage"], registry=registry
+        self._failovers = Counter(
+            "kvroute_failovers", "Attempts that a worker failed, by how far they were.", ["stage"], registry=registry
         )
-        self.workers = Gauge("kvroute_workers", "Workers by state.", ["state"], registry=registry)
+        self._workers = Gauge("kvroute_workers", "Workers by state.", ["state"], registry=registry)
+
+    def note_request(self, policy: str, outcome: str, num_prompt_tokens: int, trace: Trace) -> None:
+        """Count one request that has ended. Tokens count only where a worker has begun to answer."""
+        self._requests.labels(policy, outcome).inc()
+        if trace.bound_at_s is not None:
+            self._queue_seconds.observe(trace.bound_at_s - trace.received_at_s)
+        if trace.first_token_at_s is not None:
+            self._ttft_seconds.observe(trace.first_token_at_s - trace.received_at_s)
+            self._prompt_tokens.inc(num_prompt_tokens)
+            self._matched_tokens.inc(trace.matched_tokens)
+            self._cached_tokens.inc(trace.cached_tokens)
+            self._prediction_error_tokens.observe(trace.matched_tokens - trace.cached_tokens)
+
+    def note_failover(self, stage: str) -> None:
+        """Count one attempt that its worker failed."""
+        self._failovers.labels(stage).inc()
+
+    def note_directory_degraded(self) -> None:
+        """Count one request that was routed without the directory."""
+        self._directory_degraded.inc()
+
+    def note_workers(self, state_to_count: Mapping[str, int]) -> None:
+        """Set how many workers are in each state; states that are left out have none."""
+        self._workers.clear()
+        for state, count in state_to_count.items():
+            self._workers.labels(state).set(count)
 
     def render(self) -> bytes:
         """The text that a Prometheus server reads."""

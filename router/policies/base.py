@@ -12,18 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shared.types import WorkerId
+from shared.types import Instance, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One live worker's load at the moment of the decision: its last status plus own submits it has not yet seen."""
+class Load:
+    """One live worker's load at one moment: its last status, and own sends that the status cannot know yet."""
 
     worker: WorkerId
-    matched_tokens: int
-    """Leading prompt tokens resident on the worker or promised to it by a hint."""
+    instance: Instance
+    is_cache_aware: bool
+    """Whether the worker computes our block keys; if not, nothing is ever matched on it."""
     num_requests: int
-    """Running, waiting, and submitted but not yet acknowledged."""
+    """Running, waiting, and sent but not yet accounted for by the worker."""
     max_num_seqs: int
     queued_prefill_tokens: int
     """Uncached prompt tokens that the worker has accepted or been sent and has no first token for."""
@@ -48,6 +49,19 @@ class Candidate:
     @property
     def has_free_slot(self) -> bool:
         return self.num_requests < self.max_num_seqs
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that a request may go to."""
+
+    load: Load
+    matched_tokens: int
+    """Leading prompt tokens resident on the worker or promised to it by a hint."""
+
+    @property
+    def worker(self) -> WorkerId:
+        return self.load.worker
 
 
 @dataclass(frozen=True, slots=True)

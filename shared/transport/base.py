@@ -44,6 +44,11 @@ class WorkerClient(Protocol):
     def is_connected(self) -> bool: ...
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the worker is gone for good for this client; a client that may yet resume is not lost."""
+        ...
+
+    @property
     def status(self) -> WorkerStatus | None:
         """The load told by the last frame; `None` before the first."""
         ...

