@@ -15,11 +15,17 @@ Answer = Callable[[list[int]], list[int]]
 class FakeGenerate:
     """Answers each prompt with `answer(prompt)`, one token an item; `faults` are raised by the first calls, in order.
 
-    With `gate`, a call waits for it after its first token. `num_live` is zero whenever every stream is closed.
+    With `gate`, a call waits for it after its first token. `num_live` is zero whenever every stream is closed;
+    `is_busy` is set once `busy_at` are open.
     """
 
     def __init__(
-        self, answer: Answer, *, faults: list[Exception] | None = None, gate: asyncio.Event | None = None
+        self,
+        answer: Answer,
+        *,
+        faults: list[Exception] | None = None,
+        gate: asyncio.Event | None = None,
+        busy_at: int = 1,
     ) -> None:
         self._answer = answer
         self._faults = list(faults or [])
@@ -27,19 +33,22 @@ class FakeGenerate:
         self.requests: list[GenerateRequest] = []
         self.num_live = 0
         self.max_live = 0
-        self.started = asyncio.Event()
+        self._busy_at = busy_at
+        self.is_busy = asyncio.Event()
 
     async def __call__(self, request: GenerateRequest, trace: RequestTrace) -> AsyncIterator[Generated]:
         clock = asyncio.get_running_loop().time
         self.requests.append(request)
         self.num_live += 1
         self.max_live = max(self.max_live, self.num_live)
-        self.started.set()
+        if self.num_live >= self._busy_at:
+            self.is_busy.set()
+        worker = WorkerId(f"w{len(self.requests) % 2}")
         try:
             await asyncio.sleep(0)
             if self._faults:
                 raise self._faults.pop(0)
-            trace.worker = WorkerId(f"w{len(self.requests) % 2}")
+            trace.worker = worker
             trace.bound_at_s = clock()
             tokens = self._answer(unpack_tokens(request.token_ids))
             is_cut = len(tokens) > request.sampling.max_tokens

@@ -218,12 +218,11 @@ async def test_no_more_rows_are_under_way_than_allowed(bench: Bench) -> None:
 
 async def test_input_is_read_only_as_far_as_rows_are_taken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, taken = asyncio.Event(), []
-    fake = bench.fake(gate=gate)
+    fake = bench.fake(gate=gate, busy_at=FAST.max_in_flight)
     read = batch_file.read_rows
     monkeypatch.setattr("router.batch.read_rows", lambda path: (taken.append(row.line) or row for row in read(path)))
     run = asyncio.create_task(bench.run([chat_row(f"r{number}") for number in range(30)], fake))
-    while fake.num_live < FAST.max_in_flight:
-        await asyncio.sleep(0)
+    await fake.is_busy.wait()
     assert taken == [1, 2, 3, 4]
     gate.set()
     assert (await run).num_ok == 30
@@ -286,8 +285,8 @@ async def test_cancel_stops_cleanly_and_resume_goes_on(bench: Bench) -> None:
     rows = [chat_row(f"r{number}", f"t{number}") for number in range(12)]
     gate = asyncio.Event()
     first = bench.fake(gate=gate)
-    run = asyncio.create_task(bench.run([*rows[:2], *rows[2:]], first))
-    await first.started.wait()
+    run = asyncio.create_task(bench.run(rows, first))
+    await first.is_busy.wait()
     run.cancel()
     report = await run
     assert (report.is_interrupted, report.num_ok, first.num_live) == (True, 0, 0)
