@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 
 THREAD_THRESHOLD_CHARS = 8192
-"""Longer texts are tokenised in a thread: at some 0.5 us a character they would hold the event loop for over 4 ms,
-while the way to a thread and back costs about 0.1 ms."""
+"""Longer texts are tokenised in a thread: at 0.3 to 1 us a character they would hold the event loop for over 2 ms; the
+way to a thread and back costs some 0.07 ms."""
 
 _CONTEXT_TOKENS = 6
 """Prompt tokens before the answer that decoding sees, so that a leading space is neither lost nor invented."""
@@ -142,7 +142,9 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         try:
-            return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode`, the batch form lets other threads run meanwhile; the fast one leaves offsets out, which
+            # halves the time (tokenizers 0.23).
+            return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest(f"{param} holds text that is not Unicode: {_first_line(error)}", param=param) from None
 

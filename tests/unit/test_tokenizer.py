@@ -14,7 +14,7 @@ from router.tokenizer import THREAD_THRESHOLD_CHARS, Detokenizer, Tokenizer
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import tokenizer_fingerprint
 from shared.types import FinishReason
-from tests.support.tokenizers import EOS_TOKEN_ID, write_model_folder
+from tests.support.tokenizers import EOS_TOKEN_ID, byte_fallback_tokenizer, write_model_folder
 
 TEXTS = ("plain words, 123", "é你好🎉 mixed", "好🎉🎉éé", "family 👨‍👩‍👧‍👦 end", " leading space", "")
 
@@ -118,6 +118,17 @@ async def test_long_texts_are_tokenised_in_a_thread_and_short_ones_are_not(
     assert [thread is threading.current_thread() for thread in threads] == [True, False]
 
 
+async def test_event_loop_goes_on_while_a_long_text_is_tokenised(tokenizer: Tokenizer) -> None:
+    encoding = asyncio.create_task(tokenizer.encode_prompt("some words " * 100_000))
+    num_turns = 0
+    while not encoding.done():
+        num_turns += 1
+        await asyncio.sleep(0.001)
+    assert len(await encoding) == 1_100_000
+    # A thread that kept the interpreter's lock would leave the loop a handful of turns, at its start and end.
+    assert num_turns > 20
+
+
 async def test_many_threads_tokenise_at_once_and_agree(tokenizer: Tokenizer) -> None:
     text = "words and é你好🎉 " * 1000
     answers = await asyncio.gather(*(tokenizer.encode_prompt(text) for _ in range(16)))
@@ -214,6 +225,17 @@ def test_random_bytes_stream_as_they_decode_at_once(tokenizer: Tokenizer) -> Non
     for _ in range(200):
         text = "".join(rng.choice("ab é你好🎉👩\u200d") for _ in range(rng.randint(0, 40)))
         assert streamed(tokenizer.detokenizer(), tokenizer.encode(text)) == text
+
+
+def test_byte_fallback_with_prefix_space_streams_as_it_decodes_at_once() -> None:
+    raw = byte_fallback_tokenizer()
+    rng = random.Random(3)
+    prompt = raw.encode("abc:", add_special_tokens=False).ids
+    for _ in range(200):
+        text = "".join(rng.choice("ab é你好🎉👩\u200d") for _ in range(rng.randint(1, 30)))
+        detokenizer = Detokenizer(raw.decode, prompt)
+        # The tokenizer puts a space before every text; after a prompt it is part of the answer.
+        assert streamed(detokenizer, raw.encode(text, add_special_tokens=False).ids) == " " + text
 
 
 @pytest.fixture(scope="module")
