@@ -292,13 +292,19 @@ class _Run:
         pieces: list[str] = []
         finish: FinishReason | None = None
         stream = cast("AsyncGenerator[Generated, None]", self.generate(request, trace))
-        async with contextlib.aclosing(stream):
-            async for generated in stream:
-                finish = generated.finish
-                pieces.append(detokenizer.push(generated.token_ids, finish))
-                if detokenizer.is_stopped:
-                    finish = FinishReason.STOP
-                    break
+        try:
+            async with contextlib.aclosing(stream):
+                async for generated in stream:
+                    finish = generated.finish
+                    pieces.append(detokenizer.push(generated.token_ids, finish))
+                    if detokenizer.is_stopped:
+                        finish = FinishReason.STOP
+                        break
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            # Nobody cancelled this run: a cancellation that leaks out of the router must not end a place unseen.
+            raise EngineError("the request was cancelled within the router") from None
         if finish is None or finish is FinishReason.ABORT:
             raise EngineError("the engine gave the request up")
         return _Answer("".join(pieces), finish, detokenizer.num_tokens, trace)

@@ -293,7 +293,7 @@ def _message(value: Any, param: str) -> dict[str, Any]:
         fields.required(given, name, f"{param}.{name}")
     if given["role"] not in _ROLES:
         raise InvalidRequest(
-            f"Invalid '{param}.role': {fields.brief(given['role'])}. Supported values are: {', '.join(map(repr, _ROLES))}.",
+            f"Invalid '{param}.role': {fields.brief(given['role'])} is none of {', '.join(map(repr, _ROLES))}.",
             param=f"{param}.role",
         )
     for name in given:

@@ -281,6 +281,15 @@ async def test_aborted_answer_is_an_engine_error(bench: Bench) -> None:
     assert bench.error("r")[0] == "engine_error"
 
 
+async def test_cancellation_out_of_the_router_loses_no_row(bench: Bench) -> None:
+    async def cancelled(request: GenerateRequest, trace: RequestTrace) -> AsyncIterator[Generated]:
+        yield Generated((5,))
+        raise asyncio.CancelledError
+
+    report = await bench.run([chat_row(f"r{number}") for number in range(9)], cancelled)
+    assert (report.num_failed, report.is_interrupted, bench.error("r8")[0]) == (9, False, "engine_error")
+
+
 async def test_cancel_stops_cleanly_and_resume_goes_on(bench: Bench) -> None:
     rows = [chat_row(f"r{number}", f"t{number}") for number in range(12)]
     gate = asyncio.Event()
@@ -316,7 +325,7 @@ async def test_full_disk_ends_the_run_with_one_error_and_frees_all(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(fd, data)
 
-    monkeypatch.setattr(batch_file.os, "write", limited)
+    monkeypatch.setattr("router.batch_file.os.write", limited)
     with pytest.raises(OutputError, match="No space left"):
         await bench.run(rows, fake)
     monkeypatch.undo()

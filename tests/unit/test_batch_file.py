@@ -335,7 +335,7 @@ def test_full_disk_leaves_whole_lines_and_says_so(files: Files, monkeypatch: pyt
         return written
 
     with files.open() as journal:
-        monkeypatch.setattr(batch_file.os, "write", limited)
+        monkeypatch.setattr("router.batch_file.os.write", limited)
         journal.append(files.result(0))
         with pytest.raises(OutputError, match="No space left on device"):
             journal.append(files.result(1))
@@ -351,6 +351,6 @@ def test_failed_sync_says_so(files: Files, monkeypatch: pytest.MonkeyPatch) -> N
 
     with files.open() as journal:
         journal.append(files.result(0))
-        monkeypatch.setattr(batch_file.os, "fsync", fail)
+        monkeypatch.setattr("router.batch_file.os.fsync", fail)
         with pytest.raises(OutputError, match="Input/output error"):
             journal.sync()
