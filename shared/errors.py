@@ -14,6 +14,7 @@ KvrouteError
 |   +-- DirectoryUnavailable    the store did not answer in time
 +-- ProtocolError               a peer sent bytes that are not of this protocol
 |   +-- AuthenticationFailed    a peer does not know the shared secret
++-- OutputError                 a result could not be written to its file
 +-- WorkerIdTaken               a live lease already holds this worker id
 """
 
@@ -108,6 +109,12 @@ class AuthenticationFailed(ProtocolError):
     """A peer could not prove that it knows the shared secret."""
 
     code = "authentication_failed"
+
+
+class OutputError(KvrouteError):
+    """A result could not be written to its file; what is there already is whole."""
+
+    code = "output_failed"
 
 
 class WorkerIdTaken(KvrouteError):
