@@ -7,6 +7,7 @@ bind early pass straight through.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,11 @@ from router.hints import Hints, Promise
 from router.policies.base import Candidate, FleetState, Load, Policy, Ranking, RankRequest
 from router.requests import GenerateRequest
 from shared.directory.base import Match
-from shared.errors import NoWorker, Overloaded
+from shared.errors import KvrouteError, NoWorker, Overloaded
 from shared.hashing import num_usable_blocks
 from shared.types import BlockKey, WorkerId
+
+logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 128
 """Most held requests that one pass ranks: bounds the cost of an event, and the rest are younger or longer anyway."""
@@ -102,9 +105,7 @@ class HoldQueue:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for held in self._held:
-            if not held.placed.done():
-                held.placed.set_exception(NoWorker("the router is closing"))
+        self._fail_all(NoWorker("the router is closing"))
 
     def poke(self) -> None:
         """Something that decisions depend on has changed. Cheap, callable from anywhere on the loop."""
@@ -161,28 +162,40 @@ class HoldQueue:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            await self._decide()
+            try:
+                await self._decide()
+            except Exception as error:
+                # A fault in a policy must reach whoever waits for it, not end the queue in silence.
+                logger.exception("deciding failed")
+                self._fail_all(KvrouteError(f"routing failed: {error}"))
+
+    def _fail_all(self, error: KvrouteError) -> None:
+        for held in self._held:
+            if not held.placed.done():
+                held.placed.set_exception(error)
 
     async def _decide(self) -> None:
         """Bind whoever can be bound now, most urgent first."""
-        loads = self._fleet.loads()
-        if not loads or (self._policy.is_late_binding and not any(load.has_free_slot for load in loads)):
+        if not self._has_room(self._fleet.loads()):
             return
-        for held in await self._in_order(loads):
-            if held.placed.done():
-                continue
-            loads = self._fleet.loads()
-            allowed = [load for load in loads if load.worker not in held.excluded] or loads
-            if not allowed:
+        in_order = await self._in_order()
+        loads = self._fleet.loads()
+        for held in in_order:
+            if not self._has_room(loads):
                 return
-            self._decide_one(held, allowed)
+            if not held.placed.done() and self._decide_one(held, loads):
+                loads = self._fleet.loads()
 
-    async def _in_order(self, loads: Sequence[Load]) -> list[_Held]:
+    def _has_room(self, loads: Sequence[Load]) -> bool:
+        """Whether anybody could take anything: the cheap question before the dear ones."""
+        return any(load.has_free_slot for load in loads) if self._policy.is_late_binding else bool(loads)
+
+    async def _in_order(self) -> list[_Held]:
         """The held requests to look at, each with a match that is fresh enough."""
         held_requests = list(self._held)
         if self._policy.is_late_binding and len(held_requests) > 1:
-            fleet_state = self._fleet_state(loads)
-            held_requests.sort(key=lambda held: -self._urgency(held, loads, fleet_state))
+            now, fleet_state = self._clock(), self._fleet_state(self._fleet.loads())
+            held_requests.sort(key=lambda held: -self._urgency(held, now, fleet_state))
         held_requests = held_requests[:_LOOKED_AT]
         for held in held_requests:
             now = self._clock()
@@ -191,14 +204,20 @@ class HoldQueue:
                 held.matched_at_s = now
         return held_requests
 
-    def _urgency(self, held: _Held, loads: Sequence[Load], fleet_state: FleetState) -> float:
-        return self._policy.urgency(self._rank_request(held), self._candidates(held, loads), fleet_state)
+    def _urgency(self, held: _Held, now_s: float, fleet_state: FleetState) -> float:
+        best_match = max((match.num_blocks for match in held.worker_to_match.values()), default=0)
+        own_tokens = held.request.num_prompt_tokens - self._usable_tokens(held, best_match)
+        own_s = max(1, own_tokens) * fleet_state.prefill_s_per_token
+        return self._policy.urgency(now_s - held.arrived_at_s, own_s, fleet_state)
 
-    def _decide_one(self, held: _Held, loads: Sequence[Load]) -> None:
-        candidates = self._candidates(held, loads)
+    def _decide_one(self, held: _Held, loads: Sequence[Load]) -> bool:
+        """Bind one request if its best worker may be sent to; says whether it did."""
+        # Who has failed this request is asked again only where nobody else is left.
+        allowed = [load for load in loads if load.worker not in held.excluded] or loads
+        candidates = [Candidate(load, self._matched_tokens(held, load)) for load in allowed]
         ranking = self._policy.rank(self._rank_request(held), candidates, self._fleet_state(loads), self._rng)
         if not ranking.can_send:
-            return
+            return False
         best = ranking.order[0]
         load = next(load for load in loads if load.worker == best.worker)
         own_tokens = held.rank_request.num_prompt_tokens - best.matched_tokens
@@ -212,9 +231,7 @@ class HoldQueue:
         self._note_sent(held.rank_request.num_prompt_tokens, own_tokens)
         self._held.pop(held)
         held.placed.set_result(Placement(booking, promise, best.matched_tokens, ranking))
-
-    def _candidates(self, held: _Held, loads: Sequence[Load]) -> list[Candidate]:
-        return [Candidate(load, self._matched_tokens(held, load)) for load in loads]
+        return True
 
     def _matched_tokens(self, held: _Held, load: Load) -> int:
         """Prompt tokens that the worker will not have to compute, resident or promised."""
@@ -224,9 +241,13 @@ class HoldQueue:
         num_resident = match.num_blocks if match is not None and match.instance == load.instance else 0
         # Both are prefixes of one chain, so their union is the longer one.
         num_blocks = max(num_resident, self._hints.num_promised_blocks(load.worker, held.keys))
+        return self._usable_tokens(held, num_blocks)
+
+    def _usable_tokens(self, held: _Held, num_blocks: int) -> int:
+        """What `num_blocks` cached leading blocks are worth to a request, in tokens."""
         num_usable = num_usable_blocks(held.request.num_prompt_tokens, self._block_size_tokens)
-        matched_tokens = min(num_blocks, num_usable) * self._block_size_tokens
-        return matched_tokens if matched_tokens >= self._min_prefix_tokens else 0
+        tokens = min(num_blocks, num_usable) * self._block_size_tokens
+        return tokens if tokens >= self._min_prefix_tokens else 0
 
     def _rank_request(self, held: _Held) -> RankRequest:
         return replace(held.rank_request, age_s=self._clock() - held.arrived_at_s)
@@ -236,6 +257,7 @@ class HoldQueue:
         prefill_s_per_token = sum(load.prefill_s_per_token for load in loads) / len(loads)
         mean_own_s = self._mean_own_tokens * prefill_s_per_token
         return FleetState(
+            prefill_s_per_token=prefill_s_per_token,
             mean_full_s=self._mean_full_tokens * prefill_s_per_token,
             mean_own_s=mean_own_s,
             backlog_s=len(self._held) * mean_own_s,

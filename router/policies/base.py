@@ -83,6 +83,8 @@ class RankRequest:
 class FleetState:
     """Running means over the router's recent requests, and its own backlog. Times as this fleet measures them."""
 
+    prefill_s_per_token: float = 0.0
+    """Mean over the workers."""
     mean_full_s: float = 0.0
     """Prefill time of a whole prompt."""
     mean_own_s: float = 0.0
@@ -138,6 +140,9 @@ class Policy(Protocol):
         """
         ...
 
-    def urgency(self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState) -> float:
-        """Which held request is looked at first: the highest. Early-binding policies never hold and are not asked."""
+    def urgency(self, age_s: float, own_s: float, fleet: FleetState) -> float:
+        """Which held request is looked at first: the highest. Early-binding policies never hold and are not asked.
+
+        `own_s` is the time to prefill what the best worker does not hold, positive.
+        """
         ...

@@ -16,9 +16,9 @@ class _EarlyBinding:
 
     is_late_binding = False
 
-    def urgency(self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState) -> float:
+    def urgency(self, age_s: float, own_s: float, fleet: FleetState) -> float:
         """First come, first served."""
-        return request.age_s
+        return age_s
 
 
 class RandomPolicy(_EarlyBinding):

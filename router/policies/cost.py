@@ -38,10 +38,9 @@ class CostPolicy:
         )
         return Ranking(tuple(scored for scored, _ in ranked), can_send=_has_room(request, ranked[0][1].load, fleet))
 
-    def urgency(self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState) -> float:
+    def urgency(self, age_s: float, own_s: float, fleet: FleetState) -> float:
         """A response ratio with squared age: short or cached prompts first, nobody for ever."""
-        own_s = min(_own_prefill_s(request, candidate) for candidate in candidates)
-        return (request.age_s + fleet.mean_own_s) ** 2 / own_s
+        return (age_s + fleet.mean_own_s) ** 2 / own_s
 
     def _score(self, request: RankRequest, candidate: Candidate, fleet: FleetState, pressure: float) -> Scored:
         load = candidate.load

@@ -14,7 +14,7 @@ from shared.errors import ConfigError
 from shared.types import Instance, WorkerId
 
 NAMES = ["cost", "random", "round_robin", "least_load", "power_of_two", "prefix_hash"]
-FLEET = FleetState(mean_full_s=0.4, mean_own_s=0.2)
+FLEET = FleetState(prefill_s_per_token=1e-4, mean_full_s=0.4, mean_own_s=0.2)
 IDLE = Load(
     worker=WorkerId("w0"),
     instance=Instance("i"),
@@ -160,7 +160,7 @@ class TestCost:
                 )
                 for one in candidates
             ]
-            slow = FleetState(FLEET.mean_full_s * factor, FLEET.mean_own_s * factor)
+            slow = FleetState(1e-4 * factor, FLEET.mean_full_s * factor, FLEET.mean_own_s * factor)
             policy = make_policy("cost")
             ours = policy.rank(request(age_s=1.0), candidates, FLEET, random.Random(1))
             theirs = policy.rank(request(age_s=factor), scaled, slow, random.Random(1))
@@ -169,11 +169,8 @@ class TestCost:
 
     def test_short_uncached_rests_go_first_but_age_overtakes_them(self) -> None:
         policy = make_policy("cost")
-        idle = [candidate(0)]
-        short, long = request(num_prompt_tokens=64), request(num_prompt_tokens=8192)
-        assert policy.urgency(short, idle, FLEET) > policy.urgency(long, idle, FLEET)
-        aged = replace(long, age_s=60.0)
-        assert policy.urgency(aged, idle, FLEET) > policy.urgency(short, idle, FLEET)
+        assert policy.urgency(0.0, 0.01, FLEET) > policy.urgency(0.0, 0.8, FLEET)
+        assert policy.urgency(60.0, 0.8, FLEET) > policy.urgency(0.0, 0.01, FLEET)
 
 
 class TestBaselines:

@@ -111,6 +111,9 @@ class Rack:
         async with router:
             yield router
             await self.settle()
+            async with asyncio.timeout(5.0):
+                while any(load.num_requests for load in router.fleet.loads()):
+                    await asyncio.sleep(0.01)
             assert_no_leftovers(router)
 
     async def settle(self) -> None:
