@@ -86,6 +86,7 @@ class Publisher:
         self._seq = 0
         self._is_draining = False
         self._told_draining = False
+        self._has_told_draining = False
         self._next_heartbeat_s = 0.0
         self._num_setbacks = 0
         self._pause_s = 0.0
@@ -193,7 +194,9 @@ class Publisher:
         patience_s = max(0.0, self._next_heartbeat_s - asyncio.get_running_loop().time())
         with contextlib.suppress(TimeoutError):
             if self.is_quiet:
-                await asyncio.wait_for(self._wake.wait(), patience_s)
+                # Not `wait_for`: up to Python 3.11 it loses a cancellation that meets the end of the wait.
+                async with asyncio.timeout(patience_s):
+                    await self._wake.wait()
             await asyncio.sleep(min(self._tick_s, patience_s))
 
     async def _advance(self) -> None:
@@ -240,6 +243,7 @@ class Publisher:
         if not self._accept(reply):
             return False
         self._told_draining = is_draining
+        self._has_told_draining = True
         return True
 
     async def _heartbeat_if_due(self) -> bool:
@@ -249,7 +253,10 @@ class Publisher:
         if self._batch is not None or self._commit is not None:
             # Which batch or epoch is the store's last will only be known after the repeat; that comes next.
             return True
-        return self._accept(await self._heartbeat())
+        if not self._accept(await self._heartbeat()):
+            return False
+        # Nothing fences a late repeat of a word about draining, or of the registration that clears it.
+        return not self._has_told_draining or await self._tell_draining()
 
     def _is_heartbeat_due(self) -> bool:
         return asyncio.get_running_loop().time() >= self._next_heartbeat_s
