@@ -25,7 +25,7 @@ from router.tokenizer import Tokenizer
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import Directory, WorkerRecord
-from shared.directory.embedded import EmbeddedStore
+from shared.directory.embedded import EmbeddedStore, stop_detached
 from shared.errors import ConfigError, DirectoryUnavailable, EngineError, NoWorker
 from shared.hashing import parity_key
 from shared.messages import decode_record
@@ -139,6 +139,8 @@ async def take_down(run_dir: Path) -> bool:
                 cluster.kill_actor(actor)
         cluster.leave_ray()
     await asyncio.to_thread(runfile.end_processes, run.marker)
+    if run.redis_url and not run.settings.get("redis_url"):
+        stop_detached(run.redis_url)
     runfile.remove_run(run_dir)
     return True
 
@@ -280,7 +282,7 @@ async def _prepare_model(settings: Settings, say: Say) -> Path:
     if not settings.model:
         raise ConfigError("--model: needed: a Hugging Face name, a local folder, smollm2 or tiny")
     say(f"preparing model {settings.model}")
-    return await asyncio.to_thread(prepare_model, settings.model, settings.cache_dir)
+    return await asyncio.to_thread(prepare_model, settings.model, settings.model_cache_dir)
 
 
 def _scheme(settings: Settings) -> CacheScheme:

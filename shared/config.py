@@ -77,6 +77,11 @@ class Settings(BaseModel):
         return self
 
     @property
+    def model_cache_dir(self) -> Path:
+        """Where converted models lie."""
+        return self.cache_dir or Path.home() / ".cache" / "kvroute"
+
+    @property
     def model_name(self) -> str:
         """The name that requests use."""
         return self.served_model_name or self.model

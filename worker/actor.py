@@ -8,6 +8,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import ray.util
+
 from shared.messages import encode_record
 from shared.telemetry import set_up_logging
 from worker.process import Worker, WorkerOptions
@@ -29,7 +31,7 @@ class WorkerActor:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="worker", daemon=True)
         self._thread.start()
-        self._worker = Worker(self._options, on_death=_exit_process)
+        self._worker = Worker(self._options, _exit_process, ray.util.get_node_ip_address())
         self._start = asyncio.run_coroutine_threadsafe(self._worker.start(), self._loop)
 
     def ready(self) -> bytes:

@@ -9,7 +9,7 @@ import random
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,13 @@ class WorkerOptions:
 class Worker:
     """Starts and ends the parts of one worker in their order. One `start`, one `stop`."""
 
-    def __init__(self, options: WorkerOptions, on_death: OnDeath) -> None:
+    def __init__(self, options: WorkerOptions, on_death: OnDeath, node_address: str = "127.0.0.1") -> None:
         self._options = options
+        self._node_address = node_address
         self._on_death = on_death
         self._exit = contextlib.AsyncExitStack()
+        self._ending: asyncio.Task[None] | None = None
+        self._host: WorkerHost | None = None
         self._publisher: Publisher | None = None
 
     async def start(self) -> WorkerInfo:
@@ -80,15 +83,22 @@ class Worker:
 
     async def _start(self) -> WorkerInfo:
         options, settings = self._options, self._options.settings
-        folder = await asyncio.to_thread(prepare_model, settings.model, settings.cache_dir)
+        folder = await asyncio.to_thread(prepare_model, settings.model, settings.model_cache_dir)
         scheme = CacheScheme(settings.model_name, settings.block_size)
-        engine = _make_engine(settings, scheme, folder, self._on_blocks, self._die)
+        engine = _ENGINES[settings.engine](settings, scheme, folder, self._on_blocks, self._engine_died)
         self._exit.push_async_callback(engine.close)
         engine_info = await engine.start()
         directory = await connect_directory(options.redis_url, scheme, match_deadline_s=settings.redis_deadline_s)
         self._exit.push_async_callback(directory.close)
         instance = Instance(secrets.token_hex(16))
-        host = WorkerHost(engine, engine_info, worker=options.worker, instance=instance, secret=options.secret)
+        host = self._host = WorkerHost(
+            engine,
+            engine_info,
+            worker=options.worker,
+            instance=instance,
+            secret=options.secret,
+            count_resident_blocks=self._count_resident_blocks,
+        )
         self._exit.push_async_callback(host.close)
         info = WorkerInfo(
             worker=options.worker,
@@ -120,7 +130,7 @@ class Worker:
 
     def _listen_address(self) -> str:
         if not self._options.is_local:
-            return f"tcp://{_node_address()}:0"
+            return f"tcp://{self._node_address}:0"
         folder = tempfile.mkdtemp(prefix="kvroute-")
         self._exit.callback(shutil.rmtree, folder, ignore_errors=True)
         return f"unix:{folder}/{self._options.worker}.sock"
@@ -129,6 +139,48 @@ class Worker:
         if self._publisher is not None:
             self._publisher.on_blocks(change)
 
+    def _count_resident_blocks(self) -> int:
+        return len(self._publisher.resident) if self._publisher is not None else 0
+
+    def _engine_died(self, reason: str) -> None:
+        """Routers hear of it before the process ends, so that they need not wait for a silence."""
+        if self._host is None:
+            self._die(reason)
+            return
+        self._host.engine_died(reason)
+        self._ending = asyncio.create_task(self._end_after_host(reason), name="worker-end")
+
+    async def _end_after_host(self, reason: str) -> None:
+        if self._host is not None:
+            await self._host.wait_closed()
+        self._die(reason)
+
     def _die(self, reason: str) -> None:
         logger.error("worker %s ends: %s", self._options.worker, reason)
         self._on_death(reason)
+
+
+def _make_vllm(settings: Settings, scheme: CacheScheme, folder: Path, on_blocks: OnBlocks, on_death: OnDeath) -> Engine:
+    from worker.engines.vllm import VllmEngine
+    from worker.engines.vllm_options import VllmOptions
+
+    options = VllmOptions(
+        model_dir=folder,
+        scheme=scheme,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_blocks=settings.kv_cache_blocks,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        dtype=settings.dtype,
+        eviction=settings.eviction,
+        engine_args=settings.engine_args,
+        seed=settings.seed,
+        start_timeout_s=settings.start_timeout_s,
+        log_level=settings.log_level,
+    )
+    return VllmEngine(options, on_blocks, on_death)
+
+
+_ENGINES: Mapping[str, Callable[[Settings, CacheScheme, Path, OnBlocks, OnDeath], Engine]] = {"vllm": _make_vllm}
