@@ -52,6 +52,8 @@ class Serving:
     workers: tuple[WorkerInfo, ...]
     actors: Mapping[WorkerId, Any]
     """Ray handles of workers that were started here; empty when attached to a running deployment."""
+    store: EmbeddedStore | None
+    """The store that was started here; `None` where one was given."""
 
     @property
     def max_model_len_tokens(self) -> int:
@@ -65,10 +67,11 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
     model_folder = await _prepare_model(settings, say)
     marker = runfile.new_marker()
     async with contextlib.AsyncExitStack() as stack:
-        redis_url = settings.redis_url
-        if not redis_url:
+        store = None
+        if not settings.redis_url:
             # Started from the main thread: the server dies with the thread that started it.
-            redis_url = stack.enter_context(EmbeddedStore(environment=_environment(marker))).url
+            store = stack.enter_context(EmbeddedStore(environment=_environment(marker)))
+        redis_url = store.url if store is not None else settings.redis_url
         say("starting Ray" if not settings.ray_address else f"joining Ray at {settings.ray_address}")
         cluster.connect_ray(
             settings.ray_address, num_local_cpus=settings.workers, environment=_worker_environment(marker)
@@ -78,8 +81,7 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
         workers = await _start_workers(settings, redis_url, secret, say, stack, is_detached=False)
         infos = tuple(info for info, _ in workers.values())
         actors = {worker: actor for worker, (_, actor) in workers.items()}
-        serving = await _enter_router(stack, settings, redis_url, secret, model_folder, infos, actors)
-        yield serving
+        yield await _enter_router(stack, settings, redis_url, secret, model_folder, infos, actors, store)
 
 
 @contextlib.asynccontextmanager
@@ -92,7 +94,7 @@ async def attached(run: runfile.Run, settings: Settings, say: Say) -> AsyncItera
         if not infos:
             raise NoWorker("`kvroute up` is running, but none of its workers is alive; see `kvroute status`")
         secret = bytes.fromhex(run.secret)
-        yield await _enter_router(stack, settings, run.redis_url, secret, model_folder, infos, {})
+        yield await _enter_router(stack, settings, run.redis_url, secret, model_folder, infos, {}, None)
 
 
 async def bring_up(settings: Settings, run_dir: Path, say: Say) -> runfile.Run:
@@ -237,6 +239,7 @@ async def _enter_router(
     model_folder: Path,
     infos: tuple[WorkerInfo, ...],
     actors: Mapping[WorkerId, Any],
+    store: EmbeddedStore | None,
 ) -> Serving:
     """A router that is connected to all the workers."""
     tokenizer = await asyncio.to_thread(Tokenizer, model_folder)
@@ -268,7 +271,7 @@ async def _enter_router(
     missing = {info.worker for info in infos} - set(router.fleet.worker_to_instance)
     if len(missing) == len(infos):
         raise NoWorker(f"no connection to the workers {', '.join(sorted(missing))}")
-    return Serving(settings, router, tokenizer, scheme, infos, actors)
+    return Serving(settings, router, tokenizer, scheme, infos, actors, store)
 
 
 async def _connect_directory(redis_url: str, settings: Settings) -> Directory:

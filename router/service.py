@@ -51,7 +51,7 @@ class Router:
         self.router = router
         self.metrics = metrics
         self._clock = clock
-        self._directory = directory
+        self.directory = directory
         self._scheme = scheme
         self._policy = policy
         self._max_attempts = max_attempts
@@ -88,7 +88,7 @@ class Router:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.queue.close()
         await self.fleet.close()
-        await self._directory.close()
+        await self.directory.close()
 
     async def generate(self, request: GenerateRequest, trace: RequestTrace) -> AsyncIterator[Generated]:
         """The request's tokens, each once and in order; the last item has `finish`. Closing it early cancels.
@@ -185,7 +185,7 @@ class Router:
         if not keys:
             return {}
         try:
-            matches = await self._directory.match(keys, self.fleet.worker_to_instance)
+            matches = await self.directory.match(keys, self.fleet.worker_to_instance)
         except DirectoryUnavailable as error:
             self.metrics.note_directory_degraded()
             if not self._is_degraded:

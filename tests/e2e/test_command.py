@@ -1,0 +1,197 @@
+"""The command line on real workers: batches that are killed and resumed, deployments that stay, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.batches import chat_row, read_records, write_rows
+from tests.support.commands import (
+    assert_no_process_left,
+    run_command,
+    start_command,
+    tagged_environment,
+    tagged_processes,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
+
+TINY = ["--model", "tiny", "--kv-cache-blocks", "100", "--max-model-len", "2048", "--max-num-seqs", "4"]
+
+
+@pytest.fixture
+def tag() -> Iterator[str]:
+    """A tag for one test's processes; none of them may outlive it."""
+    tag = uuid.uuid4().hex
+    yield tag
+    assert_no_process_left(tag)
+
+
+def batch_rows(num_rows: int, max_tokens: int = 8) -> list[dict[str, object]]:
+    beginnings = [f"beginning {group} " * 30 for group in range(4)]
+    return [
+        chat_row(f"row-{index}", f"{beginnings[index % 4]} question {index}", model="tiny", max_tokens=max_tokens)
+        for index in range(num_rows)
+    ]
+
+
+def wait_for_rows(path: Path, num_rows: int, process: object) -> None:
+    """Wait until the output holds that many whole rows."""
+    import time
+
+    deadline = time.monotonic() + 200.0
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_bytes().count(b"\n") >= num_rows:
+            return
+        assert process.poll() is None, process.communicate()  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    raise AssertionError(f"no {num_rows} rows in {path}")
+
+
+def test_batch_killed_in_the_middle_is_resumed_without_computing_anything_twice(tmp_path: Path, tag: str) -> None:
+    environment = tagged_environment(tag)
+    input_path, output_path = write_rows(tmp_path / "in.jsonl", batch_rows(300, max_tokens=64)), tmp_path / "out.jsonl"
+    command = ["batch", input_path, "-o", output_path, "--workers", "2", *TINY]
+
+    process = start_command(*command, environment=environment)
+    wait_for_rows(output_path, 20, process)
+    process.kill()
+    process.communicate()
+    # A torn last line is cut by the resume.
+    finished = [line for line in output_path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    assert 20 <= len(finished) < 300
+    assert_no_process_left(tag)
+
+    refused = run_command(*command, environment=environment)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--resume" in refused.stderr
+
+    resumed = run_command(*command, "--resume", environment=environment)
+    assert resumed.returncode == 0, resumed.stderr
+    raw = output_path.read_bytes()
+    assert raw.startswith(b"".join(finished)), "a finished row was computed or written again"
+    records = read_records(output_path)
+    assert Counter(record["custom_id"] for record in records) == Counter(f"row-{index}" for index in range(300))
+    assert all(record["response"]["status_code"] == 200 for record in records)
+    assert f"{len(finished)} done before" in resumed.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_interrupted_batch_says_so_and_leaves_a_whole_output(tmp_path: Path, tag: str, sent: signal.Signals) -> None:
+    input_path, output_path = write_rows(tmp_path / "in.jsonl", batch_rows(2000, max_tokens=64)), tmp_path / "out.jsonl"
+    process = start_command(
+        "batch", input_path, "-o", output_path, "--workers", "1", *TINY, environment=tagged_environment(tag)
+    )
+    wait_for_rows(output_path, 5, process)
+    process.send_signal(sent)
+    _, stderr = process.communicate(timeout=60.0)
+    assert process.returncode == 130, stderr
+    assert "--resume" in stderr
+    assert 5 <= len(read_records(output_path)) < 2000
+
+
+def test_deployment_comes_up_serves_batches_tells_its_state_and_goes_down(tmp_path: Path, tag: str) -> None:
+    environment = tagged_environment(tag)
+    with tempfile.TemporaryDirectory() as run_dir:
+        common = ["--run-dir", run_dir]
+        nothing = run_command("status", "--json", *common, environment=environment)
+        assert (nothing.returncode, json.loads(nothing.stdout)["is_running"]) == (1, False)
+
+        up = run_command("up", "--workers", "2", *TINY, *common, environment=environment)
+        assert up.returncode == 0, up.stderr
+        assert os.stat(Path(run_dir) / "kvroute.json").st_mode & 0o077 == 0
+        again = run_command("up", "--workers", "1", *TINY, *common, environment=environment)
+        assert again.returncode == 2
+        assert "running already" in again.stderr
+
+        input_path = write_rows(tmp_path / "in.jsonl", batch_rows(40))
+        for attempt in range(2):
+            output_path = tmp_path / f"out-{attempt}.jsonl"
+            batch = run_command("batch", input_path, "-o", output_path, *common, environment=environment)
+            assert batch.returncode == 0, batch.stderr
+            assert "using the 2 workers" in batch.stderr
+            records = read_records(output_path)
+            assert len(records) == 40
+        usage = [record["response"]["body"]["usage"] for record in records]
+        cached = [one["prompt_tokens_details"]["cached_tokens"] for one in usage]
+        assert all(cached), "the second batch finds what the first one left in the workers' caches"
+
+        status = run_command("status", "--json", *common, environment=environment)
+        state = json.loads(status.stdout)
+        assert (status.returncode, state["is_running"], state["store"]) == (0, True, "ok")
+        assert [worker["state"] for worker in state["workers"]] == ["ready", "ready"]
+        assert sum(worker["num_resident_blocks"] for worker in state["workers"]) > 0
+        assert "w0" in run_command("status", *common, environment=environment).stdout
+
+        assert len(tagged_processes(tag)) > 4
+        down = run_command("down", *common, environment=environment)
+        assert down.returncode == 0, down.stderr
+        assert_no_process_left(tag, within_s=10.0)
+        assert "nothing is running" in run_command("down", *common, environment=environment).stderr
+        assert list(Path(run_dir).glob("kvroute.json")) == []
+
+
+def test_up_that_is_killed_in_the_middle_is_undone_by_down(tmp_path: Path, tag: str) -> None:
+    environment = tagged_environment(tag)
+    with tempfile.TemporaryDirectory() as run_dir:
+        process = start_command("up", "--workers", "1", *TINY, "--run-dir", run_dir, environment=environment)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "starting 1 workers" in line:
+                break
+        process.kill()
+        process.communicate()
+        assert tagged_processes(tag)
+        down = run_command("down", "--run-dir", run_dir, environment=environment)
+        assert down.returncode == 0, down.stderr
+        assert_no_process_left(tag, within_s=10.0)
+
+
+def test_version_and_help_answer_without_starting_anything(tag: str) -> None:
+    environment = tagged_environment(tag)
+    version = run_command("--version", environment=environment)
+    assert (version.returncode, version.stdout.split()[0]) == (0, "kvroute")
+    for command in ("batch", "up", "down", "status", "demo"):
+        assert run_command(command, "--help", environment=environment).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["batch", "missing.jsonl", "-o", "out.jsonl", "--model", "tiny"], "missing.jsonl"),
+        (["batch", "empty.jsonl", "-o", "out.jsonl", "--model", "tiny"], "empty"),
+        (["batch", "twice.jsonl", "-o", "out.jsonl", "--model", "tiny"], "row-0"),
+        (["batch", "rows.jsonl", "-o", "there.jsonl", "--model", "tiny"], "--resume"),
+        (["batch", "rows.jsonl", "-o", "out.jsonl", "--model", "another"], "another"),
+        (["batch", "rows.jsonl", "-o", "out.jsonl"], "--model"),
+        (["batch", "rows.jsonl", "-o", "out.jsonl", "--model", "tiny", "--workers", "none"], "--workers"),
+        (["batch", "rows.jsonl", "-o", "out.jsonl", "--model", "tiny", "--policy", "kv"], "--policy"),
+        (["batch", "rows.jsonl", "-o", "out.jsonl", "--model", "tiny", "--engine-args", "{"], "--engine-args"),
+        (["batch", "rows.jsonl", "-o", "out.jsonl", "--model", "tiny", "--config", "missing.yaml"], "missing.yaml"),
+        (["batch", "rows.jsonl", "-o", "out.jsonl", "--model", "tiny", "--frob"], "--frob"),
+    ],
+)
+def test_bad_usage_stops_before_anything_starts(tmp_path: Path, tag: str, arguments: list[str], message: str) -> None:
+    write_rows(tmp_path / "rows.jsonl", batch_rows(2))
+    write_rows(tmp_path / "twice.jsonl", [*batch_rows(1), *batch_rows(1)])
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "there.jsonl").touch()
+    placed = [str(tmp_path / one) if one.endswith((".jsonl", ".yaml")) else one for one in arguments]
+    run = run_command(*placed, environment=tagged_environment(tag))
+    assert (run.returncode, run.stdout) == (2, ""), run.stderr
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_unknown_variable_of_ours_is_refused_by_name(tag: str) -> None:
+    run = run_command("status", environment=tagged_environment(tag, KVROUTE_FROB="1"))
+    assert run.returncode == 2
+    assert "KVROUTE_FROB" in run.stderr
