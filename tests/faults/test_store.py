@@ -38,9 +38,10 @@ def store(embedded_store: EmbeddedStore) -> Iterator[EmbeddedStore]:
     embedded_store.start()
 
 
-def kill(store: EmbeddedStore) -> None:
+async def kill(store: EmbeddedStore) -> None:
     assert store.pid is not None
     os.kill(store.pid, signal.SIGKILL)
+    await wait_until(lambda: store.pid is None)
 
 
 def freeze(store: EmbeddedStore) -> None:
@@ -90,7 +91,7 @@ async def wait_for_match(directory: RedisDirectory, num_blocks: int) -> None:
 async def test_killed_server_that_comes_back_empty_is_filled_by_the_publisher(store: EmbeddedStore) -> None:
     async with publishing(store) as publisher, reading(store) as directory:
         await wait_for_match(directory, 20)
-        kill(store)
+        await kill(store)
         with pytest.raises(DirectoryUnavailable, match=r"^match: "):
             await directory.match(keys(range(5)), [W1])
         publisher.on_blocks(BlockChange(stored=keys([20])))

@@ -35,6 +35,13 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def wait_until_dead(store: EmbeddedStore) -> None:
+    deadline_s = time.monotonic() + 20
+    while store.pid is not None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 def wait_gone(pid: int) -> None:
     deadline_s = time.monotonic() + 20
     while is_alive(pid):
@@ -72,7 +79,7 @@ def test_dead_server_is_started_again_at_the_same_address() -> None:
         url, pid = store.url, store.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        wait_gone(pid)
+        wait_until_dead(store)
         store.start()
         assert (store.url, ask(url, b"PING")) == (url, b"+PONG\r\n")
 
