@@ -27,8 +27,10 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
     Raises:
         OverflowError: an id does not fit 32 bits.
-        TypeError: an id is not an integer.
+        TypeError: an id is not an integer, or the ids are bytes, which are packed already.
     """
+    if isinstance(token_ids, bytes | bytearray | memoryview):
+        raise TypeError("token ids as bytes: packed already?")  # an array would take them as they are
     packed = array("i", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()

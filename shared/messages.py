@@ -7,6 +7,7 @@ sees bytes of a stranger. Trailing fields that have a default may be missing, so
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,13 +179,15 @@ def unpack(raw: bytes) -> Any:
     """Plain msgpack within this protocol's limits; no extension types."""
     if len(raw) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {len(raw)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    # Each item takes a byte: a header that claims more lies, and every level of nesting would be allocated as claimed.
+    max_items = min(_MAX_ITEMS, len(raw))
     try:
         return msgpack.unpackb(
             raw,
             raw=False,
             strict_map_key=True,
-            max_array_len=_MAX_ITEMS,
-            max_map_len=_MAX_ITEMS,
+            max_array_len=max_items,
+            max_map_len=max_items,
             max_ext_len=0,
         )
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
@@ -246,7 +249,7 @@ def _decoder(hint: Any) -> _Decode:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint
     if hint is float:
-        return lambda raw: float(raw) if type(raw) in (int, float) else _expect(raw, float)
+        return _decode_float
     return lambda raw: _expect(raw, hint)
 
 
@@ -261,6 +264,14 @@ def _tuple_decoder(item_hint: Any) -> _Decode:
         return decode_ints
     item = _decoder(item_hint)
     return lambda raw: tuple([item(value) for value in _expect(raw, list)])
+
+
+def _decode_float(raw: Any) -> float:
+    number = float(raw) if type(raw) is int else _expect(raw, float)
+    if not math.isfinite(number):
+        # One NaN makes every comparison of costs false: one bad worker would spoil all decisions.
+        raise ValueError(f"{number} is not a finite number")
+    return float(number)
 
 
 def _expect(raw: Any, wanted: type) -> Any:

@@ -136,8 +136,7 @@ class Publisher:
         if task is None:
             return
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait({task})
         if self.is_evicted:
             return
         self._is_registered = False
@@ -225,8 +224,8 @@ class Publisher:
     async def _register(self) -> bool:
         """Take the id; false if another process holds it.
 
-        A repeat after a lost answer uses the same epoch: whichever of the two takes effect last, nothing was published
-        in between.
+        A repeat after a lost answer uses the same epoch. If the lost call takes effect late, it empties the set and
+        starts its batches anew, which the next batch or heartbeat finds as a gap.
         """
         reply = await self._directory.register(self._info, self._epoch, self._lease_s)
         if reply is Reply.TAKEN:

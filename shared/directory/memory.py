@@ -122,12 +122,8 @@ class MemoryDirectory:
         return found
 
     async def workers(self) -> list[WorkerRecord]:
-        live = ((worker, self._live(worker)) for worker in sorted(self._entry_of))
-        return [
-            WorkerRecord(entry.info, entry.epoch, entry.seq, entry.is_draining)
-            for _, entry in live
-            if entry is not None
-        ]
+        live = [entry for worker in sorted(self._entry_of) if (entry := self._live(worker)) is not None]
+        return [WorkerRecord(entry.info, entry.epoch, entry.seq, entry.is_draining) for entry in live]
 
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
         entry = self._live(worker)

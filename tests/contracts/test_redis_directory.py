@@ -1,0 +1,210 @@
+"""What only a store outside can do wrong, and what its layout promises to other readers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from shared.directory import connect_directory
+from shared.directory.base import Match, Reply
+from shared.directory.embedded import EmbeddedStore
+from shared.directory.memory import MemoryDirectory
+from shared.directory.redis import RedisDirectory
+from shared.errors import ConfigError, DirectoryUnavailable
+from shared.messages import encode_record
+from shared.types import WorkerId
+from tests.support.stores import (
+    LONG_LEASE_S,
+    SCHEME,
+    Bench,
+    batch,
+    embedded_store,
+    epoch,
+    instance,
+    keys,
+    redis_bench,
+    worker_info,
+)
+
+__all__ = ["embedded_store"]
+pytestmark = pytest.mark.redis
+
+E1, E2 = epoch(1), epoch(2)
+W1, W2 = WorkerId("w1"), WorkerId("w2")
+TAG = "kvr:{org%2Fmodel:64:v1:w1}"
+WORKERS = "kvr:{org%2Fmodel:64:v1}:workers"
+
+
+@pytest.fixture
+async def bench(embedded_store: EmbeddedStore) -> AsyncIterator[Bench]:
+    async with redis_bench(embedded_store) as found:
+        yield found
+
+
+@pytest.fixture
+async def client(bench: Bench) -> Any:
+    assert bench.client is not None
+    return bench.client
+
+
+@pytest.fixture
+async def directory(bench: Bench) -> RedisDirectory:
+    """With `w1`, which holds three blocks."""
+    assert isinstance(bench.directory, RedisDirectory)
+    assert await bench.directory.register(worker_info("w1"), E1, LONG_LEASE_S) == Reply.OK
+    assert await bench.directory.apply(batch("w1", E1, 1, range(3))) == Reply.OK
+    return bench.directory
+
+
+async def test_keys_of_a_worker_lie_in_one_slot(bench: Bench, directory: RedisDirectory, client: Any) -> None:
+    await directory.stage(W1, E1, E2, keys(range(3)))
+    assert await bench.stored_keys() == sorted(
+        [f"{TAG}:{kind}" for kind in ("meta", "blocks", "events", "staged")] + [WORKERS]
+    )
+    slots = {
+        await client.execute_command("CLUSTER", "KEYSLOT", name) for name in await bench.stored_keys() if TAG in name
+    }
+    assert len(slots) == 1
+
+
+async def test_events_tell_mirrors_all_that_was_applied(directory: RedisDirectory, client: Any) -> None:
+    await directory.apply(batch("w1", E1, 2, [7], [0, 1]))
+    await directory.apply(batch("w1", E1, 2, [7], [0, 1]))
+    await directory.apply(batch("w1", E1, 9, [8]))
+    await directory.stage(W1, E1, E2, keys([5]))
+    await directory.commit(W1, E1, E2, 1)
+    holder = b"0:gpu:0"
+    names = (b"epoch", b"seq", b"holder", b"stored", b"removed")
+    assert [tuple(entry[name] for name in names) for _, entry in await client.xrange(f"{TAG}:events")] == [
+        (E1.encode(), b"0", b"", b"", b""),
+        (E1.encode(), b"1", holder, b"".join(keys(range(3))), b""),
+        (E1.encode(), b"2", holder, b"".join(keys([7])), b"".join(keys([0, 1]))),
+        (E2.encode(), b"0", b"", b"", b""),
+    ]
+
+
+async def test_event_stream_is_capped(embedded_store: EmbeddedStore, directory: RedisDirectory, client: Any) -> None:
+    capped = RedisDirectory(embedded_store.url, SCHEME, publish_deadline_s=5.0, max_stream_entries=100)
+    for seq in range(2, 600):
+        await capped.apply(batch("w1", E1, seq, [seq]))
+    await capped.close()
+    assert await client.xlen(f"{TAG}:events") <= 200  # the store trims whole nodes of a hundred
+
+
+async def test_lost_scripts_are_loaded_again(directory: RedisDirectory, client: Any) -> None:
+    await client.script_flush()
+    assert await directory.match(keys(range(3)), [W1]) == {W1: Match(instance(1), 3)}
+    await client.script_flush()
+    assert await directory.apply(batch("w1", E1, 2, [3])) == Reply.OK
+
+
+async def test_reaping_a_live_worker_leaves_it_listed_with_an_expiry(directory: RedisDirectory, client: Any) -> None:
+    await directory._reap([W1, W2])
+    assert await client.smembers(WORKERS) == {b"w1"}
+    assert await client.ttl(WORKERS) > LONG_LEASE_S / 2
+
+
+async def test_heartbeat_lists_a_worker_again_whose_id_was_lost(directory: RedisDirectory, client: Any) -> None:
+    await client.delete(WORKERS)
+    assert await directory.workers() == []
+    await directory.heartbeat(W1, E1, 1, LONG_LEASE_S)
+    assert [record.info.worker for record in await directory.workers()] == [W1]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"info": b"\xc1"},
+        {"info": b""},
+        {"info": encode_record(worker_info("w9"))},
+        {"info": encode_record(worker_info("w1", life=9))},
+        {"info": b"\xdd\xff\xff\xff\xff"},
+        {"instance": b"\xff\xfe"},
+        {"seq": b"many"},
+        {"epoch": b"\xff"},
+    ],
+    ids=str,
+)
+async def test_malformed_record_is_counted_and_hides_no_other_worker(
+    directory: RedisDirectory, client: Any, field: dict[str, bytes]
+) -> None:
+    await directory.register(worker_info("w2"), E1, LONG_LEASE_S)
+    await client.hset(f"{TAG}:meta", mapping=field)
+    assert [record.info.worker for record in await directory.workers()] == [W2]
+    assert directory.num_malformed == 1
+
+
+async def test_missing_fields_are_counted_and_not_reaped(directory: RedisDirectory, client: Any) -> None:
+    await client.hdel(f"{TAG}:meta", "epoch", "info")
+    assert await directory.workers() == []
+    assert directory.num_malformed == 1
+    assert await client.smembers(WORKERS) == {b"w1"}
+
+
+@pytest.mark.parametrize("kind", ["meta", "blocks"])
+async def test_match_survives_values_of_a_wrong_type(directory: RedisDirectory, client: Any, kind: str) -> None:
+    await directory.register(worker_info("w2"), E1, LONG_LEASE_S)
+    await directory.apply(batch("w2", E1, 1, range(2)))
+    await client.set(f"{TAG}:{kind}", b"nonsense")
+    await client.sadd(WORKERS, b"\xff\xff")
+    assert await directory.match(keys(range(3)), [W1, W2]) == {W2: Match(instance(1), 2)}
+    assert directory.num_malformed == 1
+    assert (await directory.workers())[-1].info.worker == W2
+
+
+async def test_match_survives_an_instance_that_is_no_text(directory: RedisDirectory, client: Any) -> None:
+    await client.hset(f"{TAG}:meta", "instance", b"\xff")
+    assert await directory.match(keys(range(3)), [W1]) == {}
+    assert directory.num_malformed == 1
+
+
+async def test_server_that_is_too_old_is_one_clear_error() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readline():
+            body = b"# Server\r\nredis_version:6.2.14\r\n"
+            writer.write(b"$%d\r\n%s\r\n" % (len(body), body))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    directory = RedisDirectory(f"redis://127.0.0.1:{port}?protocol=2", SCHEME, publish_deadline_s=5.0)
+    directory._client.connection_pool.connection_kwargs["driver_info"] = None
+    with pytest.raises(ConfigError, match=r"Redis 6\.2\.14; Redis 7 or later, or Valkey, is needed"):
+        await directory.workers()
+    await directory.close()
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize("url", ["redis://:hunter2/x@host:1", "redis://:hunter2@host:port", "unix://"])
+async def test_malformed_url_is_refused_without_telling_the_password(url: str) -> None:
+    with pytest.raises((ConfigError, DirectoryUnavailable)) as caught:
+        await connect_directory(url, SCHEME, publish_deadline_s=1.0)
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_server_that_is_not_there_is_named_by_operation_and_without_the_password() -> None:
+    with closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        directory = RedisDirectory(f"redis://:hunter2@127.0.0.1:{port}", SCHEME, match_deadline_s=5.0)
+        with pytest.raises(DirectoryUnavailable, match=r"^match: ConnectionError") as caught:
+            await directory.match(keys(range(3)), [W1])
+        await directory.close()
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_urls_choose_the_implementation(embedded_store: EmbeddedStore) -> None:
+    assert isinstance(await connect_directory("memory://", SCHEME), MemoryDirectory)
+    found = await connect_directory(embedded_store.url, SCHEME)
+    assert isinstance(found, RedisDirectory)
+    await found.close()
+    with pytest.raises(ConfigError, match=r"unknown scheme 'http' \(choose from memory://, redis://"):
+        await connect_directory("http://host", SCHEME)
+    with pytest.raises(DirectoryUnavailable, match=r"^connect: "):
+        await connect_directory("unix:///nowhere/store.sock", SCHEME)

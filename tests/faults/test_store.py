@@ -1,0 +1,196 @@
+"""A real server that is killed, comes back empty, or freezes: nobody waits long, and publishers mend what was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from shared.directory.base import Match
+from shared.directory.embedded import EmbeddedStore
+from shared.directory.redis import RedisDirectory
+from shared.errors import DirectoryUnavailable
+from shared.types import WorkerId
+from tests.support.stores import PATIENT_S, SCHEME, embedded_store, keys, wait_until, worker_info
+from worker.engines.base import BlockChange
+from worker.publisher import Publisher
+
+__all__ = ["embedded_store"]
+pytestmark = pytest.mark.redis
+
+W1 = WorkerId("w1")
+REST_S = 0.05
+
+
+@pytest.fixture
+def store(embedded_store: EmbeddedStore) -> Iterator[EmbeddedStore]:
+    """The module's server, running again after whatever a test did to it."""
+    yield embedded_store
+    if embedded_store.pid is not None:
+        os.kill(embedded_store.pid, signal.SIGCONT)
+    embedded_store.start()
+
+
+async def kill(store: EmbeddedStore) -> None:
+    assert store.pid is not None
+    os.kill(store.pid, signal.SIGKILL)
+    await wait_until(lambda: store.pid is None)
+
+
+def freeze(store: EmbeddedStore) -> None:
+    assert store.pid is not None
+    os.kill(store.pid, signal.SIGSTOP)
+
+
+def thaw(store: EmbeddedStore) -> None:
+    assert store.pid is not None
+    os.kill(store.pid, signal.SIGCONT)
+
+
+@asynccontextmanager
+async def reading(
+    store: EmbeddedStore, *, deadline_s: float = PATIENT_S, rest_s: float = REST_S
+) -> AsyncIterator[RedisDirectory]:
+    directory = RedisDirectory(store.url, SCHEME, match_deadline_s=deadline_s, rest_s=rest_s)
+    yield directory
+    await directory.close()
+
+
+@asynccontextmanager
+async def publishing(store: EmbeddedStore) -> AsyncIterator[Publisher]:
+    """A publisher with twenty resident blocks, in the store already."""
+    directory = RedisDirectory(store.url, SCHEME, publish_deadline_s=0.2, rest_s=REST_S)
+    publisher = Publisher(directory, worker_info("w1"), rng=random.Random(0), lease_s=1.0, heartbeat_s=0.1)
+    await publisher.start()
+    publisher.on_blocks(BlockChange(stored=keys(range(20))))
+    await wait_until(lambda: publisher.is_quiet)
+    yield publisher
+    await publisher.stop()
+    await directory.close()
+
+
+async def wait_for_match(directory: RedisDirectory, num_blocks: int) -> None:
+    expected = {W1: Match(worker_info("w1").instance, num_blocks)}
+    async with asyncio.timeout(20.0):
+        while True:
+            try:
+                if await directory.match(keys(range(50)), [W1]) == expected:
+                    return
+            except DirectoryUnavailable:
+                pass
+            await asyncio.sleep(0.01)
+
+
+async def test_killed_server_that_comes_back_empty_is_filled_by_the_publisher(store: EmbeddedStore) -> None:
+    async with publishing(store) as publisher, reading(store) as directory:
+        await wait_for_match(directory, 20)
+        await kill(store)
+        with pytest.raises(DirectoryUnavailable, match=r"^match: "):
+            await directory.match(keys(range(5)), [W1])
+        publisher.on_blocks(BlockChange(stored=keys([20])))
+        store.start()
+        await wait_for_match(directory, 21)
+        assert not publisher.is_evicted
+
+
+async def test_frozen_server_that_thaws_is_mended_by_the_publisher(store: EmbeddedStore) -> None:
+    async with publishing(store) as publisher, reading(store, deadline_s=0.2) as directory:
+        await wait_for_match(directory, 20)
+        freeze(store)
+        publisher.on_blocks(BlockChange(stored=keys([20])))
+        # Long enough for calls that time out, whose bytes the server will find in its buffers.
+        await asyncio.sleep(0.6)
+        publisher.on_blocks(BlockChange(removed=keys([10])))
+        thaw(store)
+        await wait_for_match(directory, 10)
+        publisher.on_blocks(BlockChange(stored=keys([10])))
+        await wait_for_match(directory, 21)
+        assert await directory.resident(W1) == publisher.resident
+
+
+async def test_match_on_a_frozen_server_fails_at_its_deadline(store: EmbeddedStore) -> None:
+    async with reading(store, deadline_s=0.02) as directory:
+        await directory.connect()
+        freeze(store)
+        started_at_s = time.monotonic()
+        with pytest.raises(DirectoryUnavailable, match=r"match: no answer within 0\.02 s"):
+            await directory.match(keys(range(5)), [W1])
+        assert 0.02 <= time.monotonic() - started_at_s < 1.0  # against the two seconds of other calls
+
+
+async def test_breaker_opens_after_three_misses_probes_and_closes(
+    store: EmbeddedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with reading(store, deadline_s=0.1, rest_s=1.0) as directory:
+        await directory.connect()
+        freeze(store)
+        for _ in range(3):
+            with pytest.raises(DirectoryUnavailable, match="no answer"):
+                await directory.match(keys(range(5)), [W1])
+        assert (directory.is_resting, directory.num_misses, directory.num_breaker_openings) == (True, 3, 1)
+        for _ in range(10):
+            with pytest.raises(DirectoryUnavailable, match="has not answered lately"):
+                await directory.match(keys(range(5)), [W1])
+        assert (directory.num_misses, directory.num_spared) == (3, 10)
+        await asyncio.sleep(1.1)
+        with pytest.raises(DirectoryUnavailable, match="no answer"):
+            await directory.match(keys(range(5)), [W1])
+        assert directory.is_resting
+        thaw(store)
+        await wait_for_match_to_answer(directory)
+        assert not directory.is_resting
+    levels = [record.levelno for record in caplog.records if record.name.startswith("shared.directory")]
+    assert levels == [logging.WARNING, logging.WARNING]
+
+
+async def answers(directory: RedisDirectory) -> bool:
+    try:
+        return await directory.match(keys(range(5)), [W1]) == {}
+    except DirectoryUnavailable:
+        return False
+
+
+async def wait_for_match_to_answer(directory: RedisDirectory) -> None:
+    async with asyncio.timeout(20.0):
+        while not await answers(directory):  # noqa: ASYNC110  a store that thaws sets no event of ours
+            await asyncio.sleep(0.01)
+
+
+async def test_answers_never_get_mixed_up_after_calls_were_given_up(store: EmbeddedStore) -> None:
+    async with publishing(store), reading(store, deadline_s=0.02, rest_s=0.0) as directory:
+        for _ in range(3):
+            freeze(store)
+            for _ in range(4):
+                with pytest.raises(DirectoryUnavailable):
+                    await directory.match(keys(range(20, 30)), [W1])
+            thaw(store)
+            for num_asked in (7, 3, 11):
+                async with asyncio.timeout(20.0):
+                    while True:
+                        try:
+                            found = await directory.match(keys(range(num_asked)), [W1])
+                        except DirectoryUnavailable:
+                            await asyncio.sleep(0.01)
+                            continue
+                        break
+                assert {match.num_blocks for match in found.values()} <= {num_asked}
+
+
+async def test_cancelled_calls_leave_a_directory_that_works(store: EmbeddedStore) -> None:
+    async with reading(store) as directory:
+        await directory.connect()
+        for _ in range(30):
+            call = asyncio.ensure_future(directory.match(keys(range(50)), [W1]))
+            await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        assert await directory.match(keys(range(5)), [W1]) == {}
+        assert (directory.num_misses, directory.is_resting) == (0, False)

