@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.errors import KvrouteError, Overloaded, ProtocolError, WorkerLost
+from shared.errors import ConfigError, KvrouteError, Overloaded, ProtocolError, WorkerLost
 from shared.messages import Ack, Cancel, Refused, Submit, decode
 from shared.transport.base import Channel, Timings
 from shared.transport.channel import SilenceGuard, local_pair
@@ -74,6 +74,8 @@ class WorkerHost:
         timings: Timings | None = None,
         count_resident_blocks: Callable[[], int] | None = None,
     ) -> None:
+        if not secret:
+            raise ConfigError("the shared secret is empty")
         self.counts = HostCounts()
         self._engine = engine
         self._engine_info = engine_info
@@ -102,6 +104,11 @@ class WorkerHost:
     def num_sessions(self) -> int:
         """Sessions that stand, those whose router is away included."""
         return len(self._sessions)
+
+    @property
+    def paused_routers(self) -> list[RouterId]:
+        """Routers that are so far behind that their requests wait."""
+        return [session.router for session in self._sessions.values() if session.is_full]
 
     async def listen(self, address: str) -> str:
         """Serve at `unix:/path` or `tcp://host:port`; the address that routers connect to.

@@ -61,8 +61,12 @@ Connect = Callable[[], Awaitable[Channel]]
 """Makes a new channel to one worker. Raises `OSError`; `ConnectionRefusedError` when nobody listens there any more."""
 
 
-class DeltaStream(AsyncIterator[Delta], Protocol):
+class DeltaStream(Protocol):
     """The deltas of one submitted sequence. Whoever leaves it early must close it, or the worker goes on computing."""
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    async def __anext__(self) -> Delta: ...
 
     async def aclose(self) -> None:
         """Cancel the request at the worker unless it has ended. Never waits."""

@@ -10,7 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 
-from shared.errors import AuthenticationFailed, ProtocolError, WorkerLost
+from shared.errors import AuthenticationFailed, ConfigError, ProtocolError, WorkerLost
 from shared.messages import Ack, Cancel, Delta, Frame, Refused, Submit, decode, encode
 from shared.transport.base import Channel, Connect, OnChange, Timings
 from shared.transport.channel import SilenceGuard, open_channel
@@ -44,6 +44,8 @@ class ChannelClient:
         timings: Timings | None = None,
         on_change: OnChange | None = None,
     ) -> None:
+        if not secret:
+            raise ConfigError("the shared secret is empty")
         self.worker = worker
         self.instance = instance
         self.last_submit = 0
@@ -58,7 +60,7 @@ class ChannelClient:
         self._on_change: Callable[[], None] = on_change or _ignore
         self._status_at_s = -float("inf")
         self._rng = rng
-        # Guessing a session would let a stranger that knows the secret take it over, so `rng` does not draw it.
+        # Not drawn from `rng`: nobody may guess a session.
         self._session = secrets.token_bytes(SESSION_BYTES)
         self._last_frame = 0
         self._streams: dict[RequestKey, Stream] = {}
@@ -95,7 +97,7 @@ class ChannelClient:
             except AuthenticationFailed:
                 raise
             except (OSError, ProtocolError) as error:
-                raise WorkerLost(f"worker {self.worker} cannot be reached: {error}") from error
+                raise WorkerLost(f"worker {self.worker} cannot be reached: {_told(error)}") from error
             self._task = asyncio.create_task(self._run(channel), name=f"kvroute-client-{self.worker}")
 
     def submit(
@@ -189,7 +191,7 @@ class ChannelClient:
                 raise
             except (OSError, ProtocolError) as error:
                 if loop.time() + wait_s >= deadline_s:
-                    raise WorkerLost(f"worker {self.worker} could not be reached again: {error}") from error
+                    raise WorkerLost(f"worker {self.worker} could not be reached again: {_told(error)}") from error
             # Spread out, so that the routers of one worker do not come back in step.
             await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, self._timings.max_backoff_s)
@@ -332,6 +334,10 @@ def connect_worker(
     return ChannelClient(
         info.worker, info.instance, router, secret, connect, rng=rng, timings=timings, on_change=on_change
     )
+
+
+def _told(error: Exception) -> str:
+    return str(error) or "no answer in time"
 
 
 def _key(submit: Submit) -> RequestKey:
