@@ -18,6 +18,8 @@ STRANGER_LIMIT_BYTES = 4096
 _PREFIX_BYTES = 4
 _LOCAL_CAPACITY_BYTES = 256 << 10
 _FLUSH_S = 1.0
+_SLACK_S = 1e-4
+"""Timers may fire a moment early."""
 
 
 class SocketChannel:
@@ -139,7 +141,7 @@ class SilenceGuard:
 
     def _look(self) -> None:
         left_s = self._heard_at_s + self._silence_s - self._loop.time()
-        if left_s <= 0:
+        if left_s <= _SLACK_S:
             _logger.info("a peer was silent for %s s and is cut off", self._silence_s)
             self._channel.close()
         else:

@@ -19,6 +19,8 @@ RequestKey = tuple[RequestId, int]
 MAX_UNACKNOWLEDGED_BYTES = 8 << 20
 _TOKEN_BYTES = 5
 """Most bytes of one token id in a frame."""
+_SLACK_S = 1e-4
+"""What is due this soon is due now: timers may fire a moment early, and then must not be set again and again."""
 _DELTA_BYTES = 64
 """About what a delta costs beside its tokens."""
 
@@ -188,7 +190,7 @@ class Session:
             due_s = self._status_at_s + self._timings.status_interval_s
             if self._pending:
                 due_s = min(due_s, self._frame_at_s + self._timings.frame_interval_s)
-            if due_s <= loop.time():
+            if due_s <= loop.time() + _SLACK_S:
                 return
             self._wake.clear()
             timer = loop.call_at(due_s, self._wake.set)
@@ -199,7 +201,7 @@ class Session:
 
     def _build_frame(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        is_status_due = now_s >= self._status_at_s + self._timings.status_interval_s and not self._is_closed
+        is_status_due = now_s + _SLACK_S >= self._status_at_s + self._timings.status_interval_s and not self._is_closed
         if not self._pending and not is_status_due:
             return
         if self._pending:
