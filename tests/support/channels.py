@@ -21,7 +21,7 @@ class FaultyChannel:
         self.num_to_lose = 0
         """So many received messages are lost from now on."""
         self.is_doubling = False
-        """Whether each message arrives twice."""
+        """Whether each message arrives twice, at either end."""
 
     @property
     def receive_limit_bytes(self) -> int:
@@ -34,6 +34,8 @@ class FaultyChannel:
     async def send(self, raw: bytes) -> None:
         if not self.is_lossy:
             await self._channel.send(raw)
+            if self.is_doubling:
+                await self._channel.send(raw)
 
     async def receive(self) -> bytes:
         while True:

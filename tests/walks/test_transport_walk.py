@@ -22,6 +22,7 @@ from worker.host import HostLimits
 
 NUM_STEPS = 150
 NUM_ROUTERS = 3
+ENDLESS = 1_000_000
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class _Asked:
         token_ids = tokens_of(self.deltas)
         assert len(self.ends) == 1
         (end,) = self.ends
-        assert token_ids == fake_tokens(self.prompt, self.num_tokens)[: len(token_ids)]
+        assert token_ids == fake_tokens(self.prompt, len(token_ids))
         if end is FinishReason.LENGTH:
             assert len(token_ids) == self.num_tokens
         elif isinstance(end, WorkerLost):
@@ -80,6 +81,9 @@ class _Walk:
         for _, connect in self._routers:
             connect.unblock()
             connect.channel.flow()
+        for asked in self._asked:
+            if asked.num_tokens == ENDLESS:
+                await self._leave_request(asked)
         await asyncio.gather(*self._readers)
         for asked in self._asked:
             asked.check()
@@ -90,7 +94,7 @@ class _Walk:
         client, _ = self._rng.choice(self._routers)
         number = len(self._asked)
         prompt = [self._rng.randrange(1000) for _ in range(self._rng.randint(1, 50))]
-        num_tokens = self._rng.choice((1, 10, 300))
+        num_tokens = self._rng.choice((1, 10, 300, ENDLESS))
         asked = _Asked(client, prompt, num_tokens, submit(client, f"q{number}", prompt, num_tokens))
         self._asked.append(asked)
         pause_s = self._rng.choice((0.0, 0.0, 0.05))
@@ -99,9 +103,11 @@ class _Walk:
     async def _leave(self) -> None:
         open_requests = [asked for asked in self._asked if not asked.ends]
         if open_requests:
-            asked = self._rng.choice(open_requests)
-            asked.is_left = True
-            await asked.stream.aclose()
+            await self._leave_request(self._rng.choice(open_requests))
+
+    async def _leave_request(self, asked: _Asked) -> None:
+        asked.is_left = True
+        await asked.stream.aclose()
 
     async def _cut(self) -> None:
         client, connect = self._rng.choice(self._routers)
