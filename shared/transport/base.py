@@ -24,6 +24,8 @@ class Timings:
     """How long a session outlives its connection; after that its requests are freed, and lost to the router."""
     frame_interval_s: float = 0.01
     """Least time between two frames of one session while deltas flow: what comes in between shares a frame."""
+    urgent_interval_s: float = 0.001
+    """The same for a frame with a first token or an end in it."""
     status_interval_s: float = 0.1
     """Time between two statuses, with or without deltas. Also the sign of life of both sides."""
     silence_s: float = 10.0

@@ -55,6 +55,7 @@ class Session:
         self._acknowledged = 0
         self._frame_at_s = -float("inf")
         self._status_at_s = -float("inf")
+        self._is_urgent = False
         self._farewell: Refused | None = None
         self._is_closed = False
         self._wake = asyncio.Event()
@@ -118,6 +119,9 @@ class Session:
             gathered.cached_tokens = cached_tokens
         gathered.finish = finish
         gathered.fault = fault
+        if not self._is_urgent and (offset == 0 or finish is not None or fault is not None):
+            self._is_urgent = True
+            self._wake.set()
 
     def acknowledge(self, frame: int) -> None:
         """Forget the frames up to `frame`. Raises `ProtocolError` for a frame that was never built."""
@@ -189,7 +193,9 @@ class Session:
         while not self._is_closed:
             due_s = self._status_at_s + self._timings.status_interval_s
             if self._pending:
-                due_s = min(due_s, self._frame_at_s + self._timings.frame_interval_s)
+                # First tokens and ends are what routers decide by and callers wait for; there are few of them.
+                interval_s = self._timings.urgent_interval_s if self._is_urgent else self._timings.frame_interval_s
+                due_s = min(due_s, self._frame_at_s + interval_s)
             if due_s <= loop.time() + _SLACK_S:
                 return
             self._wake.clear()
@@ -220,6 +226,7 @@ class Session:
         )
         self._pending.clear()
         self._pending_bytes = 0
+        self._is_urgent = False
         self._outbox[self._last_frame] = raw
         self._outbox_bytes += len(raw)
         if not self.is_full:

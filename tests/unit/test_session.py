@@ -83,10 +83,31 @@ def test_under_load_frames_keep_their_distance_and_gather_each_request() -> None
         for offset in range(1, 6):
             await asyncio.sleep(0.001)
             session.push(A, offset, (offset,))
-        session.push(A, 6, fault=Fault("engine_error", "why"))
         frame = await peer.frame_with_deltas()
         assert loop.time() - sent_at_s == pytest.approx(0.01, abs=2e-4)
-        assert frame.deltas == (Delta(*A, 1, (1, 2, 3, 4, 5), fault=Fault("engine_error", "why")),)
+        assert frame.deltas == (Delta(*A, 1, (1, 2, 3, 4, 5)),)
+
+    virtual(scenario())
+
+
+def test_first_tokens_and_ends_do_not_wait_for_the_interval() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        session = a_session()
+        peer = _Peer(session)
+        await peer.hear()
+        await asyncio.sleep(0.05)
+        session.push(A, 0, (1,))
+        await peer.frame_with_deltas()
+        sent_at_s = loop.time()
+        await asyncio.sleep(0.002)
+        session.push(A, 1, (2,))
+        await asyncio.sleep(0.002)
+        session.push(A, 2, (3,), fault=Fault("engine_error", "why"))
+        session.push(B, 0, (7,))
+        frame = await peer.frame_with_deltas()
+        assert loop.time() - sent_at_s == pytest.approx(0.004, abs=2e-4)
+        assert frame.deltas == (Delta(*A, 1, (2, 3), fault=Fault("engine_error", "why")), Delta(*B, 0, (7,)))
 
     virtual(scenario())
 
