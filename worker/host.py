@@ -320,7 +320,7 @@ class WorkerHost:
 
     async def _end(self, error: WorkerLost) -> None:
         for listener in self._listeners:
-            await listener.close()
+            listener.close()
         try:
             # A dead engine may not answer to being told to free its requests.
             async with asyncio.timeout(self._timings.farewell_s):

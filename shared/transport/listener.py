@@ -42,10 +42,10 @@ class Listener:
         actual_port = server.sockets[0].getsockname()[1]
         return cls(f"tcp://[{host}]:{actual_port}" if ":" in host else f"tcp://{host}:{actual_port}", server, None)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Take no more connections. Those given away live on."""
+        # Not `wait_closed`: from Python 3.12 on that waits for the connections too.
         self._server.close()
-        await self._server.wait_closed()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import random
 import stat
@@ -16,6 +17,7 @@ import pytest
 from shared.errors import AuthenticationFailed, ContextTooLong, EngineError, InvalidRequest, Overloaded, WorkerLost
 from shared.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Ack, Delta, Hello, Submit, decode, encode
 from shared.transport.base import Channel, Timings
+from shared.transport.client import ChannelClient
 from shared.transport.handshake import greet_worker
 from shared.types import FinishReason, Instance, RequestId, RouterId, Sampling
 from tests.support.fakes import VOCABULARY, FakeEngine, fake_tokens
@@ -81,6 +83,29 @@ async def test_a_submit_is_numbered_at_once_and_acknowledged_with_a_status(rig: 
     assert client.status is not None
     assert client.status_age_s < 20
     await asyncio.gather(*map(collect, streams))
+
+
+async def test_what_routing_depends_on_is_told_and_single_tokens_are_not(kind: Kind, tmp_path: Path) -> None:
+    timings = dataclasses.replace(BRISK, status_interval_s=3600.0)
+    async with running(kind, tmp_path, engine=FakeEngine(token_s=0.002), timings=timings) as rig:
+        changes: list[str] = []
+        what = "connected"
+        client, connect = rig.client(on_change=lambda: changes.append(what))
+        await client.connect()
+        await until(lambda: client.status is not None)
+        what = "first token"
+        stream = submit(client, "a", PROMPT, 50)
+        await anext(stream)
+        what = "token"
+        await anext(stream)
+        what = "end"
+        await collect(stream)
+        what = "cut"
+        connect.cut()
+        await until(lambda: client.num_reconnects == 1)
+        # Connection and first status; first token; end; gone, back, and the status that comes with that.
+        await until(lambda: len(changes) == 7)
+        assert changes == ["connected"] * 2 + ["first token", "end"] + ["cut"] * 3
 
 
 async def test_closing_a_stream_early_frees_the_engine(kind: Kind, tmp_path: Path) -> None:
@@ -203,6 +228,10 @@ async def test_a_paused_request_can_be_cancelled(kind: Kind, tmp_path: Path) -> 
         await until(lambda: client.num_open == 0)
 
 
+def _has_reconnected(client: ChannelClient, num_times: int) -> bool:
+    return client.num_reconnects == num_times
+
+
 async def test_after_a_cut_nothing_is_lost_or_repeated(kind: Kind, tmp_path: Path) -> None:
     async with running(kind, tmp_path, engine=FakeEngine(token_s=0.0005)) as rig:
         client, connect = await rig.connected()
@@ -215,7 +244,7 @@ async def test_after_a_cut_nothing_is_lost_or_repeated(kind: Kind, tmp_path: Pat
             # Submitted while the worker is away: sent as soon as it is back.
             request, prompt = f"away{num_cuts}", [num_cuts + 50]
             answers[request] = asyncio.create_task(collect(submit(client, request, prompt, 30)))
-            await until(lambda n=num_cuts: client.num_reconnects == n)
+            await until(functools.partial(_has_reconnected, client, num_cuts))
         for number in range(8):
             assert tokens_of(await answers[f"q{number}"]) == fake_tokens([number + 1], 300)
         for number in range(1, 5):

@@ -86,7 +86,7 @@ async def test_large_messages_pass_a_socket_whole_and_without_delay() -> None:
     with pytest.raises(ConnectionError):
         await theirs.receive()
     theirs.close()
-    await listener.close()
+    listener.close()
 
 
 async def test_a_socket_left_by_a_killed_process_is_replaced(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ async def test_a_socket_left_by_a_killed_process_is_replaced(tmp_path: Path) -> 
     _, writer = await asyncio.open_unix_connection(path)
     (await served.get()).close()
     writer.close()
-    await listener.close()
+    listener.close()
 
 
 def test_a_silent_peer_is_cut_off_after_its_time() -> None:
