@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+_TICK_S = 1e-9
 
 
 class VirtualTimeDeadlock(Exception):
@@ -27,7 +28,8 @@ class _JumpingSelector(selectors.DefaultSelector):
             return ready
         if timeout is None:
             raise VirtualTimeDeadlock
-        self.now_s += max(0.0, timeout)
+        # A real clock never stands still: rounding must not leave a deadline a hair ahead of a clock that waits for it.
+        self.now_s += max(_TICK_S, timeout)
         return []
 
 
