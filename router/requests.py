@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.hashing import TOKEN_SIZE_BYTES
@@ -50,8 +51,6 @@ class RequestTrace:
     cached_tokens: int = 0
     """What the engine says its cache gave."""
     num_attempts: int = 0
-    is_degraded: bool = False
-    """Whether the directory could not be asked."""
-    reason: str = ""
-    """The decision in words and numbers."""
+    explain: Callable[[], str] | None = None
+    """Gives the decision in words and numbers, when somebody asks."""
     failed_workers: list[WorkerId] = field(default_factory=list)

@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from shared.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "KVROUTE_"
+TEST_PREFIX = "KVROUTE_TEST_"
+"""Variables of the test suite, which are no settings; no setting's name may start with `test_`."""
 
 PolicyName = Literal["cost", "random", "round_robin", "least_load", "power_of_two", "prefix_hash"]
 EvictionName = Literal["lru", "shared_first", "stock"]
@@ -75,6 +77,11 @@ class Settings(BaseModel):
         return self
 
     @property
+    def model_cache_dir(self) -> Path:
+        """Where converted models lie."""
+        return self.cache_dir or Path.home() / ".cache" / "kvroute"
+
+    @property
     def model_name(self) -> str:
         """The name that requests use."""
         return self.served_model_name or self.model
@@ -112,19 +119,32 @@ def load_settings(
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text())
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--config: {path} is not YAML: {error}") from None
-    if isinstance(document, dict) and "cluster_name" in document:
+    settings = _mapping(document, path, "the file")
+    if "cluster_name" in settings:
         # A file of Ray's cluster launcher: ours is what stands where Ray leaves room for its users.
-        document = (document.get("metadata") or {}).get("kvroute", {})
-    if document is None:
+        metadata = _mapping(settings.get("metadata"), path, "metadata")
+        settings = _mapping(metadata.get("kvroute"), path, "metadata.kvroute")
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = key.replace("-", "_")
+        if name in found:
+            raise ConfigError(f"{name}: given twice (file {path})")
+        found[name] = value
+    return found
+
+
+def _mapping(value: Any, path: Path, where: str) -> dict[str, Any]:
+    """`value` if it maps names to something; nothing at all counts as empty."""
+    if value is None:
         return {}
-    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
-        raise ConfigError(f"--config: {path} must hold a mapping of settings")
-    return {key.replace("-", "_"): value for key, value in document.items()}
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"--config: {path}: {where} must hold a mapping of settings")
+    return value
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -132,7 +152,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     if environment.get("RAY_ADDRESS"):
         found["ray_address"] = environment["RAY_ADDRESS"]
     for variable, text in environment.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable.startswith(TEST_PREFIX):
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if name == "engine_args":

@@ -1,20 +1,21 @@
 """Every error that kvroute raises on purpose.
 
-    KvrouteError
-    +-- ClientError                 the caller's request is at fault; repeating it changes nothing
-    |   +-- InvalidRequest          a field is missing, of the wrong type or out of range
-    |   +-- ContextTooLong          prompt and answer do not fit into the model's context
-    |   +-- ModelNotFound           the request names a model that is not served
-    +-- ConfigError                 a flag, variable or file of ours is wrong
-    +-- TransientError              the same request may well succeed later
-    |   +-- Overloaded              queues are full
-    |   +-- NoWorker                no worker can take the request now
-    |   +-- WorkerLost              the worker or the way to it died under the request
-    |   +-- EngineError             the engine failed on this request
-    |   +-- DirectoryUnavailable    the store did not answer in time
-    +-- ProtocolError               a peer sent bytes that are not of this protocol
-    |   +-- AuthenticationFailed    a peer does not know the shared secret
-    +-- WorkerIdTaken               a live lease already holds this worker id
+KvrouteError
++-- ClientError                 the caller's request is at fault; repeating it changes nothing
+|   +-- InvalidRequest          a field is missing, of the wrong type or out of range
+|   +-- ContextTooLong          prompt and answer do not fit into the model's context
+|   +-- ModelNotFound           the request names a model that is not served
++-- ConfigError                 a flag, variable or file of ours is wrong
++-- TransientError              the same request may well succeed later
+|   +-- Overloaded              queues are full
+|   +-- NoWorker                no worker can take the request now
+|   +-- WorkerLost              the worker or the way to it died under the request
+|   +-- EngineError             the engine failed on this request
+|   +-- DirectoryUnavailable    the store did not answer in time
++-- ProtocolError               a peer sent bytes that are not of this protocol
+|   +-- AuthenticationFailed    a peer does not know the shared secret
++-- OutputError                 a result could not be written to its file
++-- WorkerIdTaken               a live lease already holds this worker id
 """
 
 from __future__ import annotations
@@ -108,6 +109,12 @@ class AuthenticationFailed(ProtocolError):
     """A peer could not prove that it knows the shared secret."""
 
     code = "authentication_failed"
+
+
+class OutputError(KvrouteError):
+    """A result could not be written to its file; what is there already is whole."""
+
+    code = "output_failed"
 
 
 class WorkerIdTaken(KvrouteError):

@@ -12,18 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shared.types import WorkerId
+from shared.types import Instance, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One live worker's load at the moment of the decision: its last status plus own submits it has not yet seen."""
+class Load:
+    """One live worker's load at one moment: its last status, and own sends that the status cannot know yet."""
 
     worker: WorkerId
-    matched_tokens: int
-    """Leading prompt tokens resident on the worker or promised to it by a hint."""
+    instance: Instance
+    is_cache_aware: bool
+    """Whether the worker computes our block keys; if not, nothing is ever matched on it."""
     num_requests: int
-    """Running, waiting, and submitted but not yet acknowledged."""
+    """Running, waiting, and sent but not yet accounted for by the worker."""
     max_num_seqs: int
     queued_prefill_tokens: int
     """Uncached prompt tokens that the worker has accepted or been sent and has no first token for."""
@@ -51,6 +52,19 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that a request may go to."""
+
+    load: Load
+    matched_tokens: int
+    """Leading prompt tokens resident on the worker or promised to it by a hint."""
+
+    @property
+    def worker(self) -> WorkerId:
+        return self.load.worker
+
+
+@dataclass(frozen=True, slots=True)
 class RankRequest:
     """What a policy may know of one request."""
 
@@ -69,6 +83,8 @@ class RankRequest:
 class FleetState:
     """Running means over the router's recent requests, and its own backlog. Times as this fleet measures them."""
 
+    prefill_s_per_token: float = 0.0
+    """Mean over the workers."""
     mean_full_s: float = 0.0
     """Prefill time of a whole prompt."""
     mean_own_s: float = 0.0
@@ -124,6 +140,9 @@ class Policy(Protocol):
         """
         ...
 
-    def urgency(self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState) -> float:
-        """Which held request is looked at first: the highest. Early-binding policies never hold and are not asked."""
+    def urgency(self, age_s: float, own_s: float, fleet: FleetState) -> float:
+        """Which held request is looked at first: the highest. Early-binding policies never hold and are not asked.
+
+        `own_s` is the time to prefill what the best worker does not hold, positive.
+        """
         ...

@@ -6,7 +6,8 @@ soft copy: engines know the truth, and a wrong or missing answer costs time, nev
 
 Writers are publishers, one for each worker. Four answers keep them honest: `TAKEN` (the id has a live owner),
 `UNKNOWN` (no live lease: register anew), `STALE` (another epoch is current), `GAP` (a batch is missing before this
-one). `STALE` and `GAP` are mended by a snapshot, `UNKNOWN` by registering and a snapshot.
+one). `GAP` is mended by a snapshot, `UNKNOWN` and `STALE` by registering and a snapshot: who is `STALE` does not know
+the current epoch, and learns by registering whether it is still the owner of its id.
 
 Every method raises `DirectoryUnavailable` when the store does not answer within its deadline, and changes nothing
 that it cannot confirm: the caller may repeat any call.
@@ -19,10 +20,35 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from shared.types import BlockKey, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
+from shared.errors import ConfigError
+from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, Tier, WorkerId, WorkerInfo
 
 MAX_KEYS_PER_CALL = 4096
 """Most keys in one `apply` or `stage`: bounds how long one atomic call holds the store."""
+
+
+def check_scheme(info: WorkerInfo, scheme: CacheScheme) -> None:
+    """Refuse a worker whose keys mean something else than this directory's. Raises `ConfigError`."""
+    if info.scheme != scheme:
+        raise ConfigError(f"worker {info.worker} announces {info.scheme}, but this directory is for {scheme}")
+
+
+def check_batch(batch: EventBatch) -> None:
+    """Refuse a batch that no implementation takes. Raises `ValueError`.
+
+    Resident sets hold one kind of block. A batch of another rank, tier or group would add and remove those blocks in
+    the name of the first kind, so that dropping a CPU copy would hide the GPU's.
+    """
+    check_num_keys(len(batch.stored) + len(batch.removed))
+    holder = batch.holder
+    if (holder.rank, holder.tier, holder.group) != (0, Tier.GPU, 0):
+        raise ValueError(f"rank {holder.rank}, tier {holder.tier}, group {holder.group}: only 0, gpu, 0 are kept")
+
+
+def check_num_keys(num_keys: int) -> None:
+    """Refuse more keys than one call takes. Raises `ValueError`."""
+    if num_keys > MAX_KEYS_PER_CALL:
+        raise ValueError(f"{num_keys} keys in one call; the limit is {MAX_KEYS_PER_CALL}")
 
 
 class Reply(StrEnum):
@@ -83,7 +109,8 @@ class Directory(Protocol):
     async def stage(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, keys: Sequence[BlockKey]) -> Reply:
         """Add a chunk to the invisible snapshot that will become current under the epoch `snapshot`. Modifies.
 
-        `match` does not see staged keys. A staged snapshot that is not committed vanishes with the lease.
+        `match` does not see staged keys. A worker has one snapshot in the making: a chunk of another one drops what was
+        staged. A staged snapshot that is not committed vanishes with the lease.
         """
         ...
 

@@ -64,7 +64,7 @@ def test_deltas_of_one_step_share_a_frame_that_leaves_at_once() -> None:
         session.push(A, 0, (1, 2), cached_tokens=64)
         session.push(B, 7, (3,), finish=FinishReason.STOP)
         frame = await peer.hear()
-        assert asyncio.get_running_loop().time() == pushed_at_s
+        assert asyncio.get_running_loop().time() == pytest.approx(pushed_at_s, abs=2e-4)
         assert frame.deltas == (Delta(*A, 0, (1, 2), None, 64), Delta(*B, 7, (3,), FinishReason.STOP))
 
     virtual(scenario())

@@ -1,0 +1,332 @@
+"""A batch run: rows of a file through a router, each to exactly one line of the output.
+
+Rows are taken from the input in order as places become free, so that nothing is read ahead; results are written as
+they come. What is finished is known by the output file alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol, TextIO, cast
+
+from router.batch_file import Journal, Row, check_input, error_record, read_rows, result_record
+from router.batch_report import BatchReport, Tally
+from router.openai import Endpoint, ParsedRequest, Usage, completion_body, parse_request
+from router.progress import Progress
+from router.requests import Generated, GenerateRequest, RequestTrace
+from router.tokenizer import Tokenizer
+from shared.errors import EngineError, KvrouteError, OutputError, TransientError
+from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key
+from shared.types import CacheScheme, FinishReason, RequestId
+
+__all__ = ["BatchLimits", "BatchReport", "Generate", "OnRow", "PreparedBatch", "Row", "prepare_batch", "run_batch"]
+
+logger = logging.getLogger(__name__)
+
+SYNC_INTERVAL_S = 1.0
+"""Most work that a power cut can cost, in time; a killed process loses nothing that is written."""
+
+
+class Generate(Protocol):
+    """Whatever computes answers: `Router.generate`."""
+
+    def __call__(self, request: GenerateRequest, trace: RequestTrace) -> AsyncIterator[Generated]:
+        """The request's tokens; the last item has `finish`. Fills in `trace`. Closing it early cancels the request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """How hard a batch pushes and how long it insists."""
+
+    max_in_flight: int = 64
+    """Rows under way at once."""
+    max_attempts: int = 4
+    """Times that a row is tried before a transient error becomes its result."""
+    backoff_s: float = 0.5
+    """Wait after a row's first failed attempt; doubles with each further one."""
+    max_backoff_s: float = 30.0
+
+
+OnRow = Callable[[Row, str | None, RequestTrace], None]
+"""Called after a row's line is written, with text and trace of its answer: `None` and an empty one if it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A checked input and the locked output that belongs to it. Use as `with`, which gives the output free."""
+
+    input_path: Path
+    served_model: str
+    num_rows: int
+    journal: Journal
+
+    def __enter__(self) -> PreparedBatch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.journal.close()
+
+
+def prepare_batch(input_path: Path, output_path: Path, *, served_model: str, resume: bool) -> PreparedBatch:
+    """Check the input and open the output, so that nothing need be started for a batch that cannot run.
+
+    Reads the whole input; belongs into a thread.
+
+    Raises:
+        ConfigError: input or output cannot be used; says where and why. The output is then as it was.
+    """
+    summary = check_input(input_path, served_model=served_model)
+    journal = Journal.open(output_path, summary, resume=resume)
+    return PreparedBatch(input_path, served_model, summary.num_rows, journal)
+
+
+async def run_batch(
+    prepared: PreparedBatch,
+    *,
+    generate: Generate,
+    tokenizer: Tokenizer,
+    scheme: CacheScheme,
+    max_model_len_tokens: int,
+    rng: random.Random,
+    limits: BatchLimits | None = None,
+    on_row: OnRow | None = None,
+    progress: bool | None = None,
+    progress_stream: TextIO | None = None,
+) -> BatchReport:
+    """Run all rows that the output does not hold yet.
+
+    A row's fault, or an error that outlasts its attempts, becomes the row's line and ends nothing. Cancelling the
+    calling task stops the run: rows under way are cancelled, the output is closed, and the report says so; that uses
+    the cancellation up. `progress` asks for lines where the stream is no terminal, or, if false, for none at all.
+
+    Raises:
+        OutputError: results cannot be written; the output is whole and can be resumed.
+    """
+    clock = asyncio.get_running_loop().time
+    num_skipped = len(prepared.journal.finished)
+    run = _Run(
+        journal=prepared.journal,
+        generate=generate,
+        tokenizer=tokenizer,
+        scheme=scheme,
+        served_model=prepared.served_model,
+        max_model_len_tokens=max_model_len_tokens,
+        rng=rng,
+        limits=limits or BatchLimits(),
+        on_row=on_row,
+        tally=Tally(scheme.block_size_tokens),
+        progress=Progress(
+            progress_stream or sys.stderr,
+            num_rows=prepared.num_rows,
+            num_done=num_skipped,
+            clock=clock,
+            wanted=progress,
+        ),
+        # Keeps the requests of this run apart from those of others on the same engines.
+        name=f"{rng.getrandbits(64):016x}",
+    )
+    started_at_s = clock()
+    is_interrupted = False
+    try:
+        await run.take_all(read_rows(prepared.input_path))
+    except asyncio.CancelledError:
+        is_interrupted = True
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()
+    finally:
+        run.progress.close()
+        await asyncio.to_thread(prepared.journal.close)
+    return run.tally.report(
+        num_rows=prepared.num_rows,
+        num_skipped=num_skipped,
+        wall_s=clock() - started_at_s,
+        is_interrupted=is_interrupted,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One row's text and what it took."""
+
+    text: str
+    finish: FinishReason
+    num_tokens: int
+    trace: RequestTrace
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run's way with rows. All that it adds up is in `tally`, all that is done is in `journal`."""
+
+    journal: Journal
+    generate: Generate
+    tokenizer: Tokenizer
+    scheme: CacheScheme
+    served_model: str
+    max_model_len_tokens: int
+    rng: random.Random
+    limits: BatchLimits
+    on_row: OnRow | None
+    tally: Tally
+    progress: Progress
+    name: str
+    _has_logged_traceback: bool = field(default=False, init=False)
+
+    async def take_all(self, rows: Iterator[Row]) -> None:
+        """Bring every unfinished row to its line, with a bounded number under way."""
+        try:
+            async with asyncio.TaskGroup() as upkeep:
+                keeper = upkeep.create_task(self._keep_synced())
+                async with asyncio.TaskGroup() as places:
+                    for _ in range(self.limits.max_in_flight):
+                        places.create_task(self._take(rows))
+                keeper.cancel()
+        except ExceptionGroup as group:
+            # Whatever ends the run hits all places at once: the first account of it is enough.
+            raise _first_leaf(group) from None
+
+    async def _take(self, rows: Iterator[Row]) -> None:
+        """Work on one row after the other; all places share one iterator."""
+        for row in rows:
+            if row.key not in self.journal.finished:
+                await self._run_row(row)
+            # Long stretches of finished or faulty rows must not hold the loop.
+            await asyncio.sleep(0)
+
+    async def _keep_synced(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_INTERVAL_S)
+            self.progress.tick()
+            await asyncio.to_thread(self.journal.sync)
+
+    async def _run_row(self, row: Row) -> None:
+        record_id = f"batch_req_{self.name}_{row.line}"
+        text, trace = None, RequestTrace()
+        try:
+            answer = await self._answer(row, record_id)
+            text, trace = answer.text, answer.trace
+        except OutputError:
+            raise
+        except Exception as error:
+            if not isinstance(error, KvrouteError):
+                self._log_internal_error(row, error)
+            self.journal.append(error_record(row, error, record_id=record_id))
+            self.tally.failed()
+            self.progress.failed()
+        if self.on_row is not None:
+            self.on_row(row, text, trace)
+
+    async def _answer(self, row: Row, record_id: str) -> _Answer:
+        """Compute a row and write its result. Raises what is wrong with the row, the fleet or the output."""
+        if row.error is not None:
+            raise row.error
+        endpoint = cast(Endpoint, row.endpoint)
+        parsed = parse_request(endpoint, row.body, served_model=self.served_model)
+        token_ids = await self._tokenize(parsed)
+        request = GenerateRequest(
+            request=RequestId(f"batch-{self.name}-{row.line}"),
+            token_ids=pack_tokens(token_ids),
+            sampling=parsed.sampling(len(token_ids), self.max_model_len_tokens),
+            salt=parsed.cache_salt,
+            priority=parsed.priority,
+        )
+        answer = await self._generate_insisting(request, parsed, token_ids)
+        usage = Usage(len(token_ids), answer.num_tokens, answer.trace.cached_tokens)
+        prefix = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
+        body = completion_body(
+            endpoint,
+            response_id=f"{prefix}-{self.name}-{row.line}",
+            model=parsed.model,
+            created=int(time.time()),
+            text=answer.text,
+            finish=answer.finish,
+            usage=usage,
+        )
+        self.journal.append(result_record(row, record_id=record_id, request_id=request.request, body=body))
+        self._count(request, usage, answer.trace)
+        return answer
+
+    async def _tokenize(self, parsed: ParsedRequest) -> list[int]:
+        if parsed.messages is not None:
+            return await self.tokenizer.encode_chat(parsed.messages)
+        if isinstance(parsed.prompt, str):
+            return await self.tokenizer.encode_prompt(parsed.prompt)
+        return self.tokenizer.check_token_ids(parsed.prompt or ())
+
+    async def _generate_insisting(
+        self, request: GenerateRequest, parsed: ParsedRequest, token_ids: list[int]
+    ) -> _Answer:
+        """Generate, and again from the start after a transient error, as often as the limits allow."""
+        base = request.request
+        for attempt in range(1, self.limits.max_attempts):
+            try:
+                return await self._generate_once(request, parsed, token_ids)
+            except TransientError as error:
+                logger.info("%s: attempt %d failed: %s", request.request, attempt, error)
+                await asyncio.sleep(self._wait_s(attempt, error))
+                # The attempt before may not be forgotten everywhere yet.
+                request = replace(request, request=RequestId(f"{base}.{attempt}"))
+        return await self._generate_once(request, parsed, token_ids)
+
+    def _wait_s(self, attempt: int, error: TransientError) -> float:
+        if error.retry_after_s is not None:
+            return error.retry_after_s
+        wait_s = min(self.limits.backoff_s * 2.0 ** (attempt - 1), self.limits.max_backoff_s)
+        # Rows that failed together do not come back together.
+        return wait_s * self.rng.uniform(0.5, 1.0)
+
+    async def _generate_once(self, request: GenerateRequest, parsed: ParsedRequest, token_ids: list[int]) -> _Answer:
+        trace = RequestTrace(received_at_s=asyncio.get_running_loop().time())
+        detokenizer = self.tokenizer.detokenizer(
+            token_ids, stop=parsed.stop, stop_token_ids=request.sampling.stop_token_ids
+        )
+        pieces: list[str] = []
+        finish: FinishReason | None = None
+        stream = cast("AsyncGenerator[Generated, None]", self.generate(request, trace))
+        try:
+            async with contextlib.aclosing(stream):
+                async for generated in stream:
+                    finish = generated.finish
+                    pieces.append(detokenizer.push(generated.token_ids, finish))
+                    if detokenizer.is_stopped:
+                        finish = FinishReason.STOP
+                        break
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            # Nobody cancelled this run: a cancellation that leaks out of the router must not end a place unseen.
+            raise EngineError("the request was cancelled within the router") from None
+        if finish is None or finish is FinishReason.ABORT:
+            raise EngineError("the engine gave the request up")
+        return _Answer("".join(pieces), finish, detokenizer.num_tokens, trace)
+
+    def _count(self, request: GenerateRequest, usage: Usage, trace: RequestTrace) -> None:
+        root = root_key(self.scheme, salt=request.salt, adapter=request.adapter)
+        keys = block_keys(request.token_ids, self.scheme.block_size_tokens, root)
+        num_usable = num_usable_blocks(usage.prompt_tokens, self.scheme.block_size_tokens)
+        self.tally.answered(usage, trace, keys, num_usable)
+        self.progress.answered(usage)
+
+    def _log_internal_error(self, row: Row, error: Exception) -> None:
+        """Loud with its traceback once; further ones of a run are likely the same."""
+        if self._has_logged_traceback:
+            logger.error("line %d: internal error: %r", row.line, error)
+        else:
+            logger.error("line %d: internal error", row.line, exc_info=error)
+            self._has_logged_traceback = True
+
+
+def _first_leaf(group: ExceptionGroup) -> Exception:
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

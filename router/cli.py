@@ -1,0 +1,171 @@
+"""The command `kvroute`: parsing, exit codes and nothing else. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shared import __version__
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_FAILED_ROWS = 3
+EXIT_INTERRUPTED = 130
+
+_MODEL_FLAGS = (
+    ("model", "NAME", "Hugging Face name, local folder, or a built-in: smollm2, tiny."),
+    ("served-model-name", "NAME", "Name that requests use; default: the value of --model."),
+    ("engine", "NAME", "What computes tokens."),
+    ("workers", "N", "Number of workers."),
+    ("block-size", "TOKENS", "Tokens for each KV block."),
+    ("max-model-len", "TOKENS", "Longest prompt and answer together, in tokens."),
+    ("max-num-seqs", "N", "Sequences that one worker runs at once."),
+    ("kv-cache-blocks", "N", "KV blocks for each worker; default: what fits."),
+    ("kv-cache-bytes", "BYTES", "Bytes of KV cache for each worker."),
+    ("gpu-memory-utilization", "SHARE", "Share of a GPU's memory for the engine."),
+    ("tensor-parallel-size", "N", "GPUs for each worker."),
+    ("dtype", "TYPE", "Weights' and cache's type, as vLLM names it."),
+    ("eviction", "RULE", "Which cached blocks go first; stock: vLLM's own pool."),
+    ("engine-args", "JSON", "Further vLLM engine arguments, as JSON."),
+    ("start-timeout-s", "S", "Longest wait for workers to be ready."),
+)
+_ROUTER_FLAGS = (
+    ("policy", "NAME", "How requests find workers."),
+    ("seed", "N", "Seed of every random choice that kvroute makes."),
+    ("min-prefix-tokens", "TOKENS", "Shorter cached prefixes are not weighed."),
+    ("max-queued", "N", "Requests held by a router before it answers 429."),
+    ("queue-timeout-s", "S", "Longest time that a request is held."),
+    ("max-attempts", "N", "Workers that a request is tried on."),
+)
+_DIRECTORY_FLAGS = (
+    ("redis-url", "URL", "Store of the directory; default: an embedded server."),
+    ("redis-deadline-s", "S", "Longest wait for the store on a request's way."),
+    ("lease-s", "S", "A worker silent for this long is forgotten."),
+    ("heartbeat-s", "S", "Time between two heartbeats of a worker."),
+    ("ray-address", "ADDRESS", "Ray cluster to use; default: a local one. RAY_ADDRESS counts too."),
+)
+_BATCH_FLAGS = (("max-in-flight", "N", "Batch rows under way at once."),)
+_COMMON_FLAGS = (
+    ("run-dir", "DIR", "Where `up` writes what it started; default: the user's run folder."),
+    ("cache-dir", "DIR", "Where converted models lie; default: the user's cache folder."),
+    ("log-level", "LEVEL", "Least level logged."),
+    ("log-format", "FORM", "Form of log lines."),
+)
+_SERVING_GROUPS = (
+    ("workers", _MODEL_FLAGS),
+    ("routing", _ROUTER_FLAGS),
+    ("directory and cluster", _DIRECTORY_FLAGS),
+    ("general", _COMMON_FLAGS),
+)
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line. Values are checked by the settings model, which names the flag in its errors."""
+    parser = argparse.ArgumentParser(
+        prog="kvroute",
+        allow_abbrev=False,
+        description="Routes LLM requests to the worker that already holds their KV blocks.",
+        epilog="Every setting can stand in --config FILE (YAML) or in the environment as KVROUTE_<SETTING>; "
+        "the command line wins over the environment, the environment over the file.",
+        formatter_class=_Formatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvroute {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    batch = _add_command(commands, "batch", "answer an OpenAI batch file", (*_SERVING_GROUPS, ("batch", _BATCH_FLAGS)))
+    batch.add_argument("input", type=Path, metavar="IN.jsonl", help="OpenAI batch input, one request a line.")
+    batch.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.jsonl", help="One row for each row.")
+    batch.add_argument("--resume", action="store_true", help="Go on with an output that exists.")
+    batch.add_argument("--strict", action="store_true", help="Exit with 3 when a row failed.")
+    batch.add_argument("--progress", action="store_true", help="Show progress where stderr is no terminal, too.")
+
+    _add_command(commands, "up", "start workers that stay", _SERVING_GROUPS)
+    _add_command(commands, "down", "end what `up` started", (("general", _COMMON_FLAGS),))
+    status = _add_command(commands, "status", "show the workers that `up` started", (("general", _COMMON_FLAGS),))
+    status.add_argument("--json", action="store_true", help="Print one JSON line.")
+    demo = _add_command(commands, "demo", "run the shipped batch under two policies", (("general", _COMMON_FLAGS),))
+    demo.add_argument("--json", action="store_true", help="Print one JSON line.")
+    demo.add_argument(
+        "-o", "--output-dir", type=Path, default=Path("out/demo"), metavar="DIR", help="Where results go."
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code says how it went."""
+    arguments = build_parser().parse_args(_kebab(sys.argv[1:] if argv is None else argv))
+    from router import commands
+    from shared.errors import ConfigError, KvrouteError
+
+    try:
+        flags, own = _split(vars(arguments))
+        return commands.run(arguments.command, flags, own, dict(os.environ), say=_say, show=print)
+    except ConfigError as error:
+        _say(f"error: {error}")
+        return EXIT_USAGE
+    except KvrouteError as error:
+        _say(f"error: {error}")
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return EXIT_INTERRUPTED
+
+
+def _add_command(commands: Any, name: str, purpose: str, groups: Sequence[Any]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=purpose,
+        description=purpose[0].upper() + purpose[1:] + ".",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="Settings as YAML, or a cluster.yaml.")
+    for title, flags in groups:
+        group = parser.add_argument_group(title)
+        for flag, metavar, text in flags:
+            group.add_argument(f"--{flag}", metavar=metavar, help=text, default=argparse.SUPPRESS)
+    return parser
+
+
+def _kebab(argv: Sequence[str]) -> list[str]:
+    """vLLM takes `_` for `-` in every flag, and so do its users."""
+    spelled = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        spelled.append(flag.replace("_", "-") + equals + value if word.startswith("--") else word)
+    return spelled
+
+
+def _split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was given on the command line as (settings, arguments of the command itself)."""
+    from shared.config import Settings
+    from shared.errors import ConfigError
+
+    own = {name: value for name, value in arguments.items() if name not in Settings.model_fields}
+    flags = {name: value for name, value in arguments.items() if name in Settings.model_fields}
+    if "engine_args" in flags:
+        try:
+            flags["engine_args"] = json.loads(flags["engine_args"])
+        except ValueError as error:
+            raise ConfigError(f"--engine-args: not JSON: {error}") from None
+    return flags, own
+
+
+def _say(line: str) -> None:
+    """Talk goes to stderr: stdout is data."""
+    print(f"kvroute: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

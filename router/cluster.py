@@ -1,0 +1,175 @@
+"""Ray: placing workers, watching them start, and ending them. Ray carries no tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from shared.errors import ConfigError, EngineError
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "kvroute"
+_OBJECT_STORE_BYTES = 100 << 20
+"""Ray's own minimum is 75 MiB; no object of ours goes through its store."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerResources:
+    """What one worker asks of its node."""
+
+    num_cpus: int
+    num_gpus: int
+
+
+def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, str]) -> None:
+    """Join the Ray cluster at `address`, or start a local one that ends with this process.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+    """
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+    if address:
+        options["address"] = address
+    else:
+        num_cpus = max(num_local_cpus, os.cpu_count() or 1)
+        options |= {
+            "address": "local",
+            "include_dashboard": False,
+            "num_cpus": num_cpus,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+        }
+    options["runtime_env"] = {"env_vars": dict(environment)}
+    try:
+        ray.init(**options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"--ray-address: cannot join Ray at {address or 'this host'!r}: {error}") from None
+
+
+def leave_ray() -> None:
+    """Leave the cluster; ends it if it is the local one of `connect_ray`. Idempotent."""
+    ray.shutdown()
+
+
+def is_single_node() -> bool:
+    """Whether all nodes are this host, so that Unix sockets reach every worker."""
+    return len([node for node in ray.nodes() if node["Alive"]]) == 1
+
+
+def check_resources(num_workers: int, resources: WorkerResources) -> None:
+    """Fail at once where Ray would wait for ever.
+
+    Raises:
+        ConfigError: the cluster has less than the workers ask for; names both figures.
+    """
+    have = ray.cluster_resources()
+    for kind, need in (("CPU", resources.num_cpus * num_workers), ("GPU", resources.num_gpus * num_workers)):
+        if need > have.get(kind, 0):
+            raise ConfigError(
+                f"--workers: {num_workers} workers need {need} {kind}, the Ray cluster has {have.get(kind, 0):g}"
+            )
+
+
+def start_actor(
+    actor_class: type, name: str, resources: WorkerResources, *, is_detached: bool, **arguments: Any
+) -> Any:
+    """Create a worker's actor; Ray starts it again when its process dies."""
+    options: dict[str, Any] = {
+        "name": name,
+        "num_cpus": resources.num_cpus,
+        "num_gpus": resources.num_gpus,
+        "max_restarts": -1,
+        # `ready` waits for the engine while `stop` must still get through.
+        "max_concurrency": 4,
+    }
+    if is_detached:
+        options["lifetime"] = "detached"
+    return ray.remote(actor_class).options(**options).remote(**arguments)
+
+
+async def call(method: Any, *, timeout_s: float, what: str) -> Any:
+    """Call an actor's method. Raises `EngineError` that names `what` when it fails or does not answer in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer: Awaitable[Any] = method.remote()
+            return await answer
+    except TimeoutError:
+        raise EngineError(f"{what}: no answer within {timeout_s:g} s") from None
+    except RayTaskError as error:
+        raise EngineError(f"{what}: {error.cause}") from error
+    except RayActorError as error:
+        raise EngineError(f"{what}: {error}") from error
+
+
+def kill_actor(actor: Any) -> None:
+    """End an actor for good."""
+    ray.kill(actor, no_restart=True)
+
+
+def find_actor(name: str) -> Any | None:
+    """The detached actor of that name; `None` where there is none."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def start_head(environment: Mapping[str, str], log_path: Path, *, num_cpus: int) -> tuple[psutil.Popen, str]:
+    """Start a Ray head of our own that outlives this process. Gives the process and its address.
+
+    `--block` keeps one process in front that takes Ray's daemons down with it, so that nobody has to call `ray stop`,
+    which ends every Ray on the host.
+    """
+    port = _free_port()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    command += ["--node-ip-address=127.0.0.1", f"--port={port}", f"--ray-client-server-port={_free_port()}"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", f"--num-cpus={num_cpus}"]
+    command += [f"--object-store-memory={_OBJECT_STORE_BYTES}"]
+    with log_path.open("wb") as log:
+        process = psutil.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return process, f"127.0.0.1:{port}"
+
+
+async def wait_for_head(process: psutil.Popen, address: str, log_path: Path, *, timeout_s: float) -> None:
+    """Wait until the head takes connections. Raises `EngineError` with the end of its log."""
+    host, port = address.split(":")
+    try:
+        async with asyncio.timeout(timeout_s):
+            while process.poll() is None:
+                try:
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    writer.close()
+                    return
+                except OSError:
+                    await asyncio.sleep(0.1)
+    except TimeoutError:
+        pass
+    tail = log_path.read_text(errors="replace")[-2000:] if log_path.exists() else ""
+    raise EngineError(f"Ray did not start at {address}; the end of {log_path}:\n{tail}")
+
+
+def _free_port() -> int:
+    """A port that nobody listens on now; Ray's start fails loudly where somebody takes it in between."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

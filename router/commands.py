@@ -1,0 +1,206 @@
+"""What each command does, once its arguments are settings. Tells its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from router import launch, runfile
+from router.batch import BatchLimits, BatchReport, PreparedBatch, prepare_batch, run_batch
+from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
+from router.launch import Say, Serving
+from router.status import deployment_state
+from shared.config import Settings, load_settings
+from shared.errors import ConfigError
+from shared.telemetry import set_up_logging
+
+_IN_FLIGHT_PER_SEQ = 4
+"""Batch rows under way for each sequence that the workers can run: enough to choose from, few enough to stay fresh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """One call of one command."""
+
+    settings: Settings
+    given: frozenset[str]
+    """Settings that the command line names."""
+    own: Mapping[str, Any]
+    """Arguments of the command itself."""
+    say: Say
+    show: Callable[[str], None]
+
+    @property
+    def run_dir(self) -> Path:
+        return self.settings.run_dir or runfile.default_run_dir()
+
+
+def run(
+    command: str,
+    flags: Mapping[str, Any],
+    own: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    say: Say,
+    show: Callable[[str], None],
+) -> int:
+    """Run one command and give its exit code. `say` takes talk for people, `show` takes results."""
+    settings = load_settings(flags=flags, environment=environment, file=own["config"])
+    set_up_logging(settings.log_level, settings.log_format)
+    return asyncio.run(_COMMANDS[command](Invocation(settings, frozenset(flags), own, say, show)))
+
+
+async def _batch(call: Invocation) -> int:
+    run = _run_to_attach(call)
+    settings = _with_run(call.settings, run)
+    # Nothing is started for a batch that cannot be run.
+    prepared = await asyncio.to_thread(
+        prepare_batch,
+        call.own["input"],
+        call.own["output"],
+        served_model=settings.model_name,
+        resume=call.own["resume"],
+    )
+    with prepared.journal:
+        async with _serving(call, settings, run) as serving:
+            report = await _run_rows(serving, prepared, wanted_progress=call.own["progress"] or None)
+    call.say(summary_line(report, call.own["output"]))
+    if report.is_interrupted:
+        call.say(f"interrupted: the same command with --resume goes on with {call.own['output']}")
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED_ROWS if report.num_failed and call.own["strict"] else EXIT_OK
+
+
+async def _run_rows(serving: Serving, prepared: PreparedBatch, *, wanted_progress: bool | None) -> BatchReport:
+    settings = serving.settings
+    num_seqs = sum(info.max_num_seqs for info in serving.workers)
+    return await run_batch(
+        prepared,
+        generate=serving.router.generate,
+        tokenizer=serving.tokenizer,
+        scheme=serving.scheme,
+        max_model_len_tokens=serving.max_model_len_tokens,
+        rng=random.Random(settings.seed),
+        limits=BatchLimits(max_in_flight=settings.max_in_flight or num_seqs * _IN_FLIGHT_PER_SEQ),
+        progress=wanted_progress,
+    )
+
+
+async def _up(call: Invocation) -> int:
+    run = await launch.bring_up(call.settings, call.run_dir, call.say)
+    call.say(f"{len(run.workers)} workers serve {run.settings['model']}; Ray at {run.ray_address}")
+    call.say("Next steps:")
+    call.say("  kvroute status")
+    call.say("  kvroute batch IN.jsonl -o OUT.jsonl")
+    call.say("  kvroute down")
+    return EXIT_OK
+
+
+async def _down(call: Invocation) -> int:
+    was_running = await launch.take_down(call.run_dir)
+    call.say("stopped" if was_running else "nothing is running")
+    return EXIT_OK
+
+
+async def _status(call: Invocation) -> int:
+    run = runfile.read_run(call.run_dir)
+    if run is None:
+        if call.own["json"]:
+            call.show(json.dumps({"is_running": False, "workers": []}))
+        call.say("nothing is running; `kvroute up` starts workers")
+        return EXIT_FAILURE
+    state = await deployment_state(run, _with_run(call.settings, run))
+    call.show(json.dumps(state) if call.own["json"] else _status_text(state))
+    return EXIT_OK if state["is_running"] else EXIT_FAILURE
+
+
+async def _demo(call: Invocation) -> int:
+    from router.demo import run_demo
+
+    return await run_demo(call.settings, call.own["output_dir"], is_json=call.own["json"], say=call.say, show=call.show)
+
+
+_COMMANDS: Mapping[str, Callable[[Invocation], Awaitable[int]]] = {
+    "batch": _batch,
+    "up": _up,
+    "down": _down,
+    "status": _status,
+    "demo": _demo,
+}
+
+
+def summary_line(report: BatchReport, output: Path) -> str:
+    """One line on how a batch went."""
+    share = report.cached_tokens / report.prompt_tokens if report.prompt_tokens else 0.0
+    return (
+        f"{report.num_ok} rows answered, {report.num_failed} failed, {report.num_skipped} done before; "
+        f"{share:.0%} of {report.prompt_tokens} prompt tokens from cache; "
+        f"{report.tokens_per_s:.0f} tokens/s in {report.wall_s:.1f} s; results in {output}"
+    )
+
+
+@contextlib.asynccontextmanager
+async def _serving(call: Invocation, settings: Settings, run: runfile.Run | None) -> AsyncIterator[Serving]:
+    """Workers of `kvroute up` where a run is given, own ones otherwise."""
+    if run is not None:
+        call.say(f"using the {len(run.workers)} workers of `kvroute up`")
+    entering = launch.launched(settings, call.say) if run is None else launch.attached(run, settings, call.say)
+    async with entering as serving:
+        end_on_sigterm()
+        yield serving
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end the calling task as Ctrl-C does. Called after Ray, which puts a handler of its own in place."""
+    task = asyncio.current_task()
+    if task is not None and sys.platform != "win32":
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+def _run_to_attach(call: Invocation) -> runfile.Run | None:
+    """The running deployment that a batch may use: one of the same model, where no own workers are asked for."""
+    run = runfile.read_run(call.run_dir)
+    if run is None or not run.is_ready or call.given & {"workers", "redis_url", "ray_address"}:
+        return None
+    if "model" in call.given and run.settings.get("model") != call.settings.model:
+        return None
+    if not runfile.processes_of(run.marker):
+        raise ConfigError("`kvroute up` has died without `kvroute down`; run that, or ask for own --workers")
+    return run
+
+
+def _with_run(settings: Settings, run: runfile.Run | None) -> Settings:
+    """Settings with those that a running deployment has fixed; the rest stays the caller's."""
+    if run is None:
+        return settings
+    fixed = {name: run.settings[name] for name in _FIXED_BY_RUN if name in run.settings}
+    return Settings(**{**settings.model_dump(exclude_unset=True), **fixed})
+
+
+_FIXED_BY_RUN = ("model", "served_model_name", "block_size", "engine", "cache_dir")
+
+
+def _status_text(state: Mapping[str, Any]) -> str:
+    """The state of a deployment as a table."""
+    lines = [f"model {state['model']}, KV blocks of {state['block_size']} tokens, store {state['store']}"]
+    lines.append(f"{'worker':<12} {'state':<12} {'running':>7} {'waiting':>7} {'KV blocks':>12} {'cached':>7}  engine")
+    for worker in state["workers"]:
+        used = f"{_or_dash(worker['kv_used_blocks'])}/{_or_dash(worker['kv_total_blocks'])}"
+        lines.append(
+            f"{worker['worker']:<12} {worker['state']:<12} {_or_dash(worker['num_running']):>7} "
+            f"{_or_dash(worker['num_waiting']):>7} {used:>12} {_or_dash(worker['num_resident_blocks']):>7}  "
+            f"{worker['engine'] or '-'}"
+        )
+    return "\n".join(lines)
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,324 @@
+"""OpenAI's request and response bodies: parsed and checked on the way in, built on the way out.
+
+What is not supported is refused by the name of its field and never done by half. Knows nothing of tokens' text, HTTP
+or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from router import fields
+from shared.errors import (
+    ClientError,
+    ContextTooLong,
+    EngineError,
+    InvalidRequest,
+    KvrouteError,
+    ModelNotFound,
+    Overloaded,
+    TransientError,
+)
+from shared.types import FinishReason, Sampling
+
+MAX_MESSAGES = 16_384
+MAX_REPETITION_PENALTY = 10.0
+"""Far over what still gives text; engines name no bound of their own."""
+
+
+class Endpoint(StrEnum):
+    """The routes whose bodies are understood."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """One checked request. Exactly one of `messages` and `prompt` is set."""
+
+    endpoint: Endpoint
+    model: str
+    messages: tuple[Mapping[str, Any], ...] | None
+    """Content of each is one string; text parts are joined by newlines, as vLLM does for plain templates."""
+    prompt: str | tuple[int, ...] | None
+    max_tokens: int | None
+    """`None`: as many as the context leaves."""
+    sampling_options: Mapping[str, Any]
+    """Fields of `Sampling` but for `max_tokens`."""
+    stop: tuple[str, ...]
+    cache_salt: str
+    user: str | None
+    priority: int
+
+    def sampling(self, num_prompt_tokens: int, max_model_len_tokens: int) -> Sampling:
+        """How to sample after a prompt of this length.
+
+        Raises:
+            ContextTooLong: prompt and answer do not fit, in OpenAI's words.
+        """
+        limit = f"This model's maximum context length is {max_model_len_tokens} tokens."
+        is_chat = self.endpoint is Endpoint.CHAT
+        subject, param = ("messages", "messages") if is_chat else ("prompt", "prompt")
+        num_left = max_model_len_tokens - num_prompt_tokens
+        if num_left < 1:
+            raise ContextTooLong(
+                f"{limit} However, your {subject} resulted in {num_prompt_tokens} tokens. "
+                f"Please reduce the length of the {subject}.",
+                param=param,
+            )
+        max_tokens = num_left if self.max_tokens is None else self.max_tokens
+        if max_tokens > num_left:
+            raise ContextTooLong(
+                f"{limit} However, you requested {num_prompt_tokens + max_tokens} tokens "
+                f"({num_prompt_tokens} in the {subject}, {max_tokens} in the completion). "
+                f"Please reduce the length of the {subject} or completion.",
+                param=param,
+            )
+        return Sampling(max_tokens=max_tokens, **self.sampling_options)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one answer. `cached_tokens` is the engine's own count."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def as_body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+def parse_request(endpoint: Endpoint, body: Any, *, served_model: str, allow_stream: bool = False) -> ParsedRequest:
+    """Check a request's body.
+
+    Raises:
+        InvalidRequest: a field is missing, wrong, unknown or not supported; `param` is its name.
+        ModelNotFound: it asks for another model.
+    """
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the request body must be an object, not {fields.kind_of(body)}")
+    # An explicit null is the same as leaving a field out.
+    given = {name: value for name, value in body.items() if value is not None}
+    model = fields.label(fields.required(given, "model"), "model")
+    if model != served_model:
+        raise ModelNotFound(f"The model '{model}' does not exist; this is '{served_model}'.", param="model")
+    own_field = "messages" if endpoint is Endpoint.CHAT else "prompt"
+    _refuse_unsupported(endpoint, given, own_field, allow_stream=allow_stream)
+    values = {name: check(given[name], name) for name, check in _CHECKS.items() if name in given}
+    subject = fields.required(given, own_field)
+    parsed = ParsedRequest(
+        endpoint=endpoint,
+        model=model,
+        messages=_messages(subject) if endpoint is Endpoint.CHAT else None,
+        prompt=_prompt(subject) if endpoint is Endpoint.COMPLETIONS else None,
+        max_tokens=_max_tokens(values),
+        sampling_options=_sampling_options(values),
+        stop=values.get("stop", ()),
+        cache_salt=values.get("cache_salt", ""),
+        user=values.get("user"),
+        priority=values.get("priority", 0),
+    )
+    min_tokens = parsed.sampling_options.get("min_tokens", 0)
+    if parsed.max_tokens is not None and min_tokens > parsed.max_tokens:
+        raise InvalidRequest(f"min_tokens ({min_tokens}) is over max_tokens ({parsed.max_tokens})", param="min_tokens")
+    return parsed
+
+
+def completion_body(
+    endpoint: Endpoint, *, response_id: str, model: str, created: int, text: str, finish: FinishReason, usage: Usage
+) -> dict[str, Any]:
+    """Body of a `chat.completion` or `text_completion` object with one choice. `created` is in Unix seconds."""
+    is_chat = endpoint is Endpoint.CHAT
+    answer = {"message": {"role": "assistant", "content": text, "refusal": None}} if is_chat else {"text": text}
+    return {
+        "id": response_id,
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [{"index": 0, **answer, "logprobs": None, "finish_reason": finish.value}],
+        "usage": usage.as_body(),
+    }
+
+
+# Status and type of each error; an error that is not here has those of its nearest ancestor that is.
+_STATUS_OF: Mapping[type[BaseException], tuple[int, str]] = {
+    ClientError: (400, "invalid_request_error"),
+    ModelNotFound: (404, "invalid_request_error"),
+    Overloaded: (429, "rate_limit_error"),
+    TransientError: (503, "server_error"),
+    EngineError: (500, "server_error"),
+    BaseException: (500, "server_error"),
+}
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status that tells of `error`."""
+    return _status_and_type(error)[0]
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """Body of an error response. Says nothing of errors that nobody raised on purpose."""
+    is_ours = isinstance(error, KvrouteError)
+    return {
+        "error": {
+            "message": str(error) if is_ours else "internal error",
+            "type": _status_and_type(error)[1],
+            "param": getattr(error, "param", None) if is_ours else None,
+            "code": error.code if isinstance(error, KvrouteError) else KvrouteError.code,
+        }
+    }
+
+
+def _status_and_type(error: BaseException) -> tuple[int, str]:
+    return next(_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF)
+
+
+# Ranges are those of OpenAI's reference where it has the field, else vLLM's (`SamplingParams`).
+_SAMPLING_CHECKS: Mapping[str, fields.Check] = {
+    "temperature": fields.number(0, 2),
+    "top_p": fields.number(0, 1),
+    "top_k": fields.integer(-1, (1 << 31) - 1),
+    "min_p": fields.number(0, 1),
+    "seed": fields.integer(-(1 << 63)),
+    "presence_penalty": fields.number(-2, 2),
+    "frequency_penalty": fields.number(-2, 2),
+    "repetition_penalty": fields.number(0, MAX_REPETITION_PENALTY, is_low_open=True),
+    "min_tokens": fields.integer(0),
+    "ignore_eos": fields.flag,
+    "stop_token_ids": fields.token_ids,
+}
+_CHECKS: Mapping[str, fields.Check] = {
+    **_SAMPLING_CHECKS,
+    "max_tokens": fields.integer(1),
+    "max_completion_tokens": fields.integer(1),
+    "stop": fields.stop_strings,
+    "cache_salt": fields.label,
+    "user": fields.label,
+    "priority": fields.integer(-(1 << 31), (1 << 31) - 1),
+    "metadata": fields.mapping,
+}
+# Fields that are known and not supported, with the values that ask for nothing.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": (),
+    "functions": (),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream_options": (),
+    "suffix": (),
+    "tool_choice": (),
+    "tools": (),
+    "top_logprobs": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id")
+
+
+def _refuse_unsupported(endpoint: Endpoint, given: Mapping[str, Any], own_field: str, *, allow_stream: bool) -> None:
+    """Raise for the first field that is unknown or asks for what is not done."""
+    for name, value in given.items():
+        if name in ("model", own_field) or name in _CHECKS:
+            if name == "max_completion_tokens" and endpoint is not Endpoint.CHAT:
+                raise InvalidRequest(f"Unrecognized request argument supplied: {name}", param=name)
+        elif name == "stream":
+            if fields.flag(value, name) and not allow_stream:
+                raise InvalidRequest("'stream' is not supported in a batch.", param=name)
+        elif name not in _UNSUPPORTED:
+            raise InvalidRequest(f"Unrecognized request argument supplied: {name}", param=name)
+        elif not any(type(value) is type(neutral) and value == neutral for neutral in _UNSUPPORTED[name]):
+            choices = " or ".join(repr(neutral) for neutral in _UNSUPPORTED[name])
+            only = f" (only {choices} is)" if choices else ""
+            raise InvalidRequest(f"'{name}' is not supported{only}.", param=name)
+
+
+def _max_tokens(values: Mapping[str, Any]) -> int | None:
+    found = {values[name] for name in ("max_tokens", "max_completion_tokens") if name in values}
+    if len(found) > 1:
+        raise InvalidRequest("'max_tokens' and 'max_completion_tokens' differ; give one.", param="max_tokens")
+    return found.pop() if found else None
+
+
+def _sampling_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    options = {name: values[name] for name in _SAMPLING_CHECKS if name in values}
+    if options.get("top_k") == -1:
+        options["top_k"] = 0  # vLLM's older word for no limit
+    if options.get("top_p") == 0.0:
+        # The smallest set of tokens with a mass over zero is the likeliest token; engines refuse the zero itself.
+        options |= {"top_p": 1.0, "top_k": 1}
+    return options
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
+        raise InvalidRequest("'prompt' holds several prompts; one for each request is supported.", param="prompt")
+    prompt = fields.text(value, "prompt") if not isinstance(value, list) else fields.token_ids(value, "prompt")
+    if not prompt:
+        raise InvalidRequest("Invalid 'prompt': must not be empty.", param="prompt")
+    return prompt
+
+
+def _messages(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list):
+        raise fields.wrong_type(value, "messages", "an array of objects")
+    if not 1 <= len(value) <= MAX_MESSAGES:
+        raise InvalidRequest(f"Invalid 'messages': must have 1 to {MAX_MESSAGES} items.", param="messages")
+    return tuple([_message(item, f"messages[{index}]") for index, item in enumerate(value)])
+
+
+def _message(value: Any, param: str) -> dict[str, Any]:
+    given = {name: item for name, item in fields.mapping(value, param).items() if item is not None}
+    for name in ("role", "content"):
+        fields.required(given, name, f"{param}.{name}")
+    if given["role"] not in _ROLES:
+        raise InvalidRequest(
+            f"Invalid '{param}.role': {fields.brief(given['role'])} is none of {', '.join(map(repr, _ROLES))}.",
+            param=f"{param}.role",
+        )
+    for name in given:
+        if name not in _MESSAGE_FIELDS:
+            raise InvalidRequest(f"'{param}.{name}' is not supported.", param=f"{param}.{name}")
+    message = {name: fields.text(given[name], f"{param}.{name}") for name in given if name != "content"}
+    message["content"] = _content(given["content"], f"{param}.content")
+    return message
+
+
+def _content(value: Any, param: str) -> str:
+    if isinstance(value, str):
+        return fields.text(value, param)
+    if not isinstance(value, list):
+        raise fields.wrong_type(value, param, "a string or an array of text parts")
+    return "\n".join([_text_part(part, f"{param}[{index}]") for index, part in enumerate(value)])
+
+
+def _text_part(value: Any, param: str) -> str:
+    part = fields.mapping(value, param)
+    if part.get("type") != "text":
+        raise InvalidRequest(
+            f"'{param}.type' {fields.brief(part.get('type'))} is not supported; only 'text' is.", param=f"{param}.type"
+        )
+    for name in part:
+        if name not in ("type", "text"):
+            raise InvalidRequest(f"'{param}.{name}' is not supported.", param=f"{param}.{name}")
+    return fields.text(part.get("text"), f"{param}.text")

@@ -1,0 +1,73 @@
+"""The default policy: send a request where it will start soonest, and wait for that worker if it is busy.
+
+Every term is a time measured on the worker itself, so a fleet ten times faster or slower decides the same. Peers push
+each request at once into some worker's first-come queue; holding it until its best worker is about to have room is
+what keeps caches warm under load, more than any refinement of the score.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from router.policies.base import Candidate, FleetState, Load, Ranking, RankRequest, Scored
+
+_OWN_PREFILL_WEIGHT = 1.5
+"""Own prefill counts more than waiting, since it also delays whoever comes after."""
+_FULLNESS_WEIGHT = 0.5
+"""A worker full of sequences or blocks costs half a mean prompt: it decodes slower and evicts what others will want."""
+
+
+class CostPolicy:
+    """Least expected time to first token, with late binding."""
+
+    name = "cost"
+    is_late_binding = True
+
+    def rank(
+        self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState, rng: random.Random
+    ) -> Ranking:
+        """Workers by cost; ties by rendezvous hash, so that equal prompts agree on a worker before any holds them."""
+        mean_queued_s = sum(candidate.load.queued_prefill_s for candidate in candidates) / len(candidates)
+        pressure = (mean_queued_s + fleet.backlog_s / len(candidates)) / fleet.mean_full_s if fleet.mean_full_s else 0.0
+        ranked = sorted(
+            ((self._score(request, candidate, fleet, pressure), candidate) for candidate in candidates),
+            key=lambda pair: (pair[0].cost, _rendezvous(request.prefix_hash, pair[1])),
+        )
+        return Ranking(tuple(scored for scored, _ in ranked), can_send=_has_room(request, ranked[0][1].load, fleet))
+
+    def urgency(self, age_s: float, own_s: float, fleet: FleetState) -> float:
+        """A response ratio with squared age: short or cached prompts first, nobody for ever."""
+        return (age_s + fleet.mean_own_s) ** 2 / own_s
+
+    def _score(self, request: RankRequest, candidate: Candidate, fleet: FleetState, pressure: float) -> Scored:
+        load = candidate.load
+        fullness = max(load.kv_used_blocks / load.kv_total_blocks, load.num_requests / load.max_num_seqs)
+        terms = {
+            "queue_s": load.queued_prefill_s / (1.0 + pressure),
+            "own_s": _OWN_PREFILL_WEIGHT * _own_prefill_s(request, candidate),
+            "fullness_s": _FULLNESS_WEIGHT * fleet.mean_full_s * fullness,
+            "decode_s": load.decode_s_per_seq * load.num_requests,
+        }
+        return Scored(candidate.worker, sum(terms.values()), candidate.matched_tokens, terms)
+
+
+def _own_prefill_s(request: RankRequest, candidate: Candidate) -> float:
+    """Time to prefill what the candidate does not hold: at least one token, as in every engine."""
+    num_tokens = max(1, request.num_prompt_tokens - candidate.matched_tokens)
+    return num_tokens * candidate.load.prefill_s_per_token
+
+
+def _has_room(request: RankRequest, best: Load, fleet: FleetState) -> bool:
+    """Whether the best worker will run dry before another word from it could reach this router."""
+    news_s = best.step_budget_s + best.status_age_s + fleet.round_trip_s
+    # A worker that runs nothing takes anything: what it cannot hold it refuses by name, and no wait would mend that.
+    fits = best.num_requests == 0 or best.kv_used_blocks + request.demand_blocks <= best.kv_total_blocks
+    return best.has_free_slot and best.queued_prefill_s < news_s and fits
+
+
+def _rendezvous(prefix_hash: bytes, candidate: Candidate) -> int:
+    """Highest-random-weight hashing (Thaler and Ravishankar, 1998), lowest first."""
+    return xxh3_64_intdigest(prefix_hash + candidate.worker.encode())

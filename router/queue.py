@@ -1,0 +1,276 @@
+"""Held requests: their order, their admission, and when each is bound to a worker.
+
+Requests are bound late, when their best worker is about to have room and caches and loads are known best; policies that
+bind early pass straight through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from router.fleet import Booking, Fleet
+from router.hints import Hints, Promise
+from router.policies.base import Candidate, FleetState, Load, Policy, Ranking, RankRequest
+from router.requests import GenerateRequest
+from shared.directory.base import Match
+from shared.errors import KvrouteError, NoWorker, Overloaded
+from shared.hashing import num_usable_blocks
+from shared.types import BlockKey, WorkerId
+
+logger = logging.getLogger(__name__)
+
+_LOOKED_AT = 128
+"""Most held requests that one pass ranks: bounds the cost of an event, and the rest are younger or longer anyway."""
+_REMATCH_S = 0.25
+"""A held request's match older than this is asked for again before it decides anything."""
+_MEAN_WEIGHT = 0.05
+"""Weight of the newest request in running means: about the last twenty count."""
+_NOMINAL_OUTPUT_TOKENS = 64
+
+MatchAll = Callable[[Sequence[BlockKey]], Awaitable[Mapping[WorkerId, Match]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A decision: the worker that a request is bound to, and what was known when it was made."""
+
+    booking: Booking
+    promise: Promise
+    matched_tokens: int
+    ranking: Ranking
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """One request that waits for its worker."""
+
+    request: GenerateRequest
+    keys: Sequence[BlockKey]
+    rank_request: RankRequest
+    arrived_at_s: float
+    excluded: frozenset[WorkerId]
+    placed: asyncio.Future[Placement]
+    worker_to_match: Mapping[WorkerId, Match] = field(default_factory=dict)
+    matched_at_s: float = float("-inf")
+
+
+class HoldQueue:
+    """Owns the held requests and the running means that decisions use. One pass at a time decides."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        fleet: Fleet,
+        hints: Hints,
+        match: MatchAll,
+        *,
+        block_size_tokens: int,
+        max_held: int,
+        timeout_s: float,
+        min_prefix_tokens: int,
+        rng: random.Random,
+        clock: Callable[[], float],
+    ) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._hints = hints
+        self._match = match
+        self._block_size_tokens = block_size_tokens
+        self._max_held = max_held
+        self._timeout_s = timeout_s
+        self._min_prefix_tokens = min_prefix_tokens
+        self._rng = rng
+        self._clock = clock
+        self._held: dict[_Held, None] = {}
+        self._num_taken = 0
+        self._mean_full_tokens = 0.0
+        self._mean_own_tokens = 0.0
+        self._mean_output_tokens = float(_NOMINAL_OUTPUT_TOKENS)
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def start(self) -> None:
+        """Begin to bind requests."""
+        self._task = asyncio.create_task(self._run(), name="hold-queue")
+
+    async def close(self) -> None:
+        """Stop; whoever still waits gets `NoWorker`."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._fail_all(NoWorker("the router is closing"))
+
+    def poke(self) -> None:
+        """Something that decisions depend on has changed. Cheap, callable from anywhere on the loop."""
+        self._changed.set()
+
+    async def place(
+        self, request: GenerateRequest, keys: Sequence[BlockKey], excluded: frozenset[WorkerId], arrived_at_s: float
+    ) -> Placement:
+        """Wait until the request is bound and booked. Cancelling leaves nothing behind.
+
+        Raises `Overloaded` when the queue is full, `NoWorker` when nothing took the request within the timeout.
+        """
+        if len(self._held) >= self._max_held:
+            raise Overloaded(f"{len(self._held)} requests are held already", retry_after_s=1.0)
+        num_blocks = -(-(request.num_prompt_tokens + self._expected_output_tokens(request)) // self._block_size_tokens)
+        held = _Held(
+            request,
+            keys,
+            RankRequest(
+                ordinal=self._num_taken,
+                num_prompt_tokens=request.num_prompt_tokens,
+                prefix_hash=keys[0] if keys else request.token_ids,
+                demand_blocks=num_blocks,
+            ),
+            arrived_at_s,
+            excluded,
+            asyncio.get_running_loop().create_future(),
+        )
+        self._num_taken += 1
+        self._held[held] = None
+        self.poke()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await held.placed
+        except TimeoutError:
+            if _is_bound(held.placed):
+                return held.placed.result()
+            raise NoWorker(f"no worker took the request within {self._timeout_s:g} s", retry_after_s=1.0) from None
+        except asyncio.CancelledError:
+            if _is_bound(held.placed):
+                # The decision came in the very moment of the cancel: its claims must not outlive it.
+                placement = held.placed.result()
+                self._hints.withdraw(placement.promise)
+                self._fleet.release(placement.booking)
+            raise
+        finally:
+            self._held.pop(held, None)
+
+    def note_finished(self, num_output_tokens: int) -> None:
+        """Let a finished request's length count in the demand of later ones. Modifies the running mean."""
+        self._mean_output_tokens += _MEAN_WEIGHT * (num_output_tokens - self._mean_output_tokens)
+
+    async def _run(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self._decide()
+            except Exception as error:
+                # A fault in a policy must reach whoever waits for it, not end the queue in silence.
+                logger.exception("deciding failed")
+                self._fail_all(KvrouteError(f"routing failed: {error}"))
+
+    def _fail_all(self, error: KvrouteError) -> None:
+        for held in self._held:
+            if not held.placed.done():
+                held.placed.set_exception(error)
+
+    async def _decide(self) -> None:
+        """Bind whoever can be bound now, most urgent first."""
+        if not self._has_room(self._fleet.loads()):
+            return
+        in_order = await self._in_order()
+        loads = self._fleet.loads()
+        for held in in_order:
+            if not self._has_room(loads):
+                return
+            if not held.placed.done() and self._decide_one(held, loads):
+                loads = self._fleet.loads()
+
+    def _has_room(self, loads: Sequence[Load]) -> bool:
+        """Whether anybody could take anything: the cheap question before the dear ones."""
+        return any(load.has_free_slot for load in loads) if self._policy.is_late_binding else bool(loads)
+
+    async def _in_order(self) -> list[_Held]:
+        """The held requests to look at, each with a match that is fresh enough."""
+        held_requests = list(self._held)
+        if self._policy.is_late_binding and len(held_requests) > 1:
+            now, fleet_state = self._clock(), self._fleet_state(self._fleet.loads())
+            held_requests.sort(key=lambda held: -self._urgency(held, now, fleet_state))
+        held_requests = held_requests[:_LOOKED_AT]
+        for held in held_requests:
+            now = self._clock()
+            if now - held.matched_at_s > _REMATCH_S:
+                held.worker_to_match = await self._match(held.keys)
+                held.matched_at_s = now
+        return held_requests
+
+    def _urgency(self, held: _Held, now_s: float, fleet_state: FleetState) -> float:
+        best_match = max((match.num_blocks for match in held.worker_to_match.values()), default=0)
+        own_tokens = held.request.num_prompt_tokens - self._usable_tokens(held, best_match)
+        own_s = max(1, own_tokens) * fleet_state.prefill_s_per_token
+        return self._policy.urgency(now_s - held.arrived_at_s, own_s, fleet_state)
+
+    def _decide_one(self, held: _Held, loads: Sequence[Load]) -> bool:
+        """Bind one request if its best worker may be sent to; says whether it did."""
+        # Who has failed this request is asked again only where nobody else is left.
+        allowed = [load for load in loads if load.worker not in held.excluded] or loads
+        candidates = [Candidate(load, self._matched_tokens(held, load)) for load in allowed]
+        ranking = self._policy.rank(self._rank_request(held), candidates, self._fleet_state(loads), self._rng)
+        if not ranking.can_send:
+            return False
+        best = ranking.order[0]
+        load = next(load for load in loads if load.worker == best.worker)
+        own_tokens = held.rank_request.num_prompt_tokens - best.matched_tokens
+        booking = self._fleet.book(
+            load,
+            held.request.request,
+            uncached_tokens=own_tokens,
+            demand_blocks=held.rank_request.demand_blocks - best.matched_tokens // self._block_size_tokens,
+        )
+        promise = self._hints.promise(best.worker, held.keys)
+        self._note_sent(held.rank_request.num_prompt_tokens, own_tokens)
+        self._held.pop(held)
+        held.placed.set_result(Placement(booking, promise, best.matched_tokens, ranking))
+        return True
+
+    def _matched_tokens(self, held: _Held, load: Load) -> int:
+        """Prompt tokens that the worker will not have to compute, resident or promised."""
+        if not load.is_cache_aware or not held.keys:
+            return 0
+        match = held.worker_to_match.get(load.worker)
+        num_resident = match.num_blocks if match is not None and match.instance == load.instance else 0
+        # Both are prefixes of one chain, so their union is the longer one.
+        num_blocks = max(num_resident, self._hints.num_promised_blocks(load.worker, held.keys))
+        return self._usable_tokens(held, num_blocks)
+
+    def _usable_tokens(self, held: _Held, num_blocks: int) -> int:
+        """What `num_blocks` cached leading blocks are worth to a request, in tokens."""
+        num_usable = num_usable_blocks(held.request.num_prompt_tokens, self._block_size_tokens)
+        tokens = min(num_blocks, num_usable) * self._block_size_tokens
+        return tokens if tokens >= self._min_prefix_tokens else 0
+
+    def _rank_request(self, held: _Held) -> RankRequest:
+        return replace(held.rank_request, age_s=self._clock() - held.arrived_at_s)
+
+    def _fleet_state(self, loads: Sequence[Load]) -> FleetState:
+        """Means kept in tokens, given in the seconds of this fleet, so that they hold when speeds become known."""
+        prefill_s_per_token = sum(load.prefill_s_per_token for load in loads) / len(loads)
+        mean_own_s = self._mean_own_tokens * prefill_s_per_token
+        return FleetState(
+            prefill_s_per_token=prefill_s_per_token,
+            mean_full_s=self._mean_full_tokens * prefill_s_per_token,
+            mean_own_s=mean_own_s,
+            backlog_s=len(self._held) * mean_own_s,
+        )
+
+    def _note_sent(self, full_tokens: int, own_tokens: int) -> None:
+        weight = _MEAN_WEIGHT if self._mean_full_tokens else 1.0
+        self._mean_full_tokens += weight * (full_tokens - self._mean_full_tokens)
+        self._mean_own_tokens += weight * (own_tokens - self._mean_own_tokens)
+
+    def _expected_output_tokens(self, request: GenerateRequest) -> int:
+        return min(request.sampling.max_tokens, round(self._mean_output_tokens))
+
+
+def _is_bound(placed: asyncio.Future[Placement]) -> bool:
+    return placed.done() and not placed.cancelled() and placed.exception() is None

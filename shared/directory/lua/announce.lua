@@ -1,0 +1,12 @@
+-- List a worker's id, and keep the list for at least as long as the worker's lease.
+--
+-- KEYS[1] workers  set
+-- ARGV[1] worker id
+-- ARGV[2] lease in milliseconds
+-- Returns OK.
+
+redis.call('SADD', KEYS[1], ARGV[1])
+if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[2]) then
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+end
+return 'OK'

@@ -1,0 +1,50 @@
+-- Apply one batch to a worker's resident set and tell mirrors of it, if it is the next one of the current epoch.
+--
+-- KEYS[1] meta    hash
+-- KEYS[2] blocks  set
+-- KEYS[3] events  stream
+-- ARGV[1] epoch
+-- ARGV[2] sequence number
+-- ARGV[3] holder as rank:tier:group
+-- ARGV[4] stored keys, 16 bytes each, end to end
+-- ARGV[5] removed keys, likewise
+-- ARGV[6] entries that the event stream keeps, about
+-- Returns OK, also for a repeat, which changes nothing; GAP; STALE; UNKNOWN.
+
+local KEY_BYTES = 16
+local CHUNK = 2048  -- unpack puts its values on Lua's stack, which takes under 8,000
+
+local function each_chunk(command, set, blob)
+  for start = 1, #blob, CHUNK * KEY_BYTES do
+    local members = {}
+    for at = start, math.min(start + CHUNK * KEY_BYTES, #blob + 1) - 1, KEY_BYTES do
+      members[#members + 1] = string.sub(blob, at, at + KEY_BYTES - 1)
+    end
+    redis.call(command, set, unpack(members))
+  end
+end
+
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'seq')
+if not meta[1] then
+  return 'UNKNOWN'
+end
+if meta[1] ~= ARGV[1] then
+  return 'STALE'
+end
+local last, seq = tonumber(meta[2]), tonumber(ARGV[2])
+if seq <= last then
+  return 'OK'
+end
+if seq ~= last + 1 then
+  return 'GAP'
+end
+redis.call('HSET', KEYS[1], 'seq', ARGV[2])
+each_chunk('SADD', KEYS[2], ARGV[4])
+each_chunk('SREM', KEYS[2], ARGV[5])
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[6], '*',
+  'epoch', ARGV[1], 'seq', ARGV[2], 'holder', ARGV[3], 'stored', ARGV[4], 'removed', ARGV[5])
+-- A set that was emptied and a trimmed stream start anew without an expiry of their own.
+local expires_at_ms = redis.call('PEXPIRETIME', KEYS[1])
+redis.call('PEXPIREAT', KEYS[2], expires_at_ms)
+redis.call('PEXPIREAT', KEYS[3], expires_at_ms)
+return 'OK'

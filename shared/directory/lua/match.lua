@@ -1,0 +1,33 @@
+-- How many leading keys of a chain one worker holds. Reads only; lease and blocks are read at one moment.
+--
+-- KEYS[1] meta    hash
+-- KEYS[2] blocks  set
+-- ARGV[1] chain of keys, 16 bytes each, end to end
+-- Returns {instance, number of leading keys}, or nil for a worker without a lease.
+
+local KEY_BYTES = 16
+local instance = redis.call('HGET', KEYS[1], 'instance')
+if not instance then
+  return nil
+end
+local chain = ARGV[1]
+local num_matched = 0
+-- Most workers hold little of a chain: look at few keys first, then at more and more of them.
+local chunk = 16
+local at = 1
+while at <= #chain do
+  local keys = {}
+  for from = at, math.min(at + chunk * KEY_BYTES, #chain + 1) - 1, KEY_BYTES do
+    keys[#keys + 1] = string.sub(chain, from, from + KEY_BYTES - 1)
+  end
+  local held = redis.call('SMISMEMBER', KEYS[2], unpack(keys))
+  for _, is_held in ipairs(held) do
+    if is_held == 0 then
+      return {instance, num_matched}
+    end
+    num_matched = num_matched + 1
+  end
+  at = at + #keys * KEY_BYTES
+  chunk = math.min(chunk * 4, 2048)  -- unpack puts its values on Lua's stack, which takes under 8,000
+end
+return {instance, num_matched}

@@ -1,0 +1,385 @@
+"""The directory in Redis 7+ or Valkey: keys, scripts, deadlines. Holds connections and counters, never entries.
+
+    kvr:{<ns>:<worker>}:meta     hash    instance, epoch, seq, info, draining, staged (the epoch of
+                                         the snapshot in the making)
+    kvr:{<ns>:<worker>}:blocks   set     resident block keys, 16 bytes each
+    kvr:{<ns>:<worker>}:staged   set     the snapshot in the making
+    kvr:{<ns>:<worker>}:events   stream  applied batches, capped: epoch, seq, holder (rank:tier:group), stored, removed;
+                                         an entry of seq 0 tells that everything before it is void
+    kvr:{<ns>}:workers           set     ids announced and not yet reaped
+
+All keys of a worker share one hash tag, hence one slot of a Redis Cluster, and one expiry: the lease. Each script is
+given all its keys and stays within one slot. The list of workers lies in another slot, so that no script can change it
+together with a lease; `_reap` and the announcement with each heartbeat keep it right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from shared.directory.base import (
+    MAX_KEYS_PER_CALL,
+    Match,
+    Reply,
+    WorkerRecord,
+    check_batch,
+    check_num_keys,
+    check_scheme,
+)
+from shared.directory.breaker import Breaker
+from shared.errors import ConfigError, DirectoryUnavailable, ProtocolError
+from shared.hashing import KEY_SIZE_BYTES
+from shared.messages import decode_record, encode_record
+from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
+
+_MIN_SERVER_MAJOR = 7  # PEXPIRETIME
+_MAX_CONNECTIONS = 8
+_SCRIPTS = ("register", "heartbeat", "announce", "apply", "stage", "commit", "set_draining", "forget", "match")
+_RECORD_FIELDS = ("instance", "epoch", "seq", "draining", "info")
+_MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
+
+Answer = TypeVar("Answer")
+
+
+class RedisDirectory:
+    """`Directory` over a Redis-protocol server.
+
+    Every call has a deadline and raises `DirectoryUnavailable` past it; after misses in a row calls fail at once for
+    `rest_s`. Counters only grow: `num_misses` counts calls without an answer, `num_spared` calls that failed at once,
+    `num_malformed` values in the store that were refused.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        scheme: CacheScheme,
+        *,
+        match_deadline_s: float = 0.02,
+        publish_deadline_s: float = 2.0,
+        rest_s: float = 0.5,
+        max_stream_entries: int = 1000,
+    ) -> None:
+        self._scheme = scheme
+        self._match_deadline_s = match_deadline_s
+        self._publish_deadline_s = publish_deadline_s
+        self._max_stream_entries = max_stream_entries
+        self._breaker = Breaker(rest_s)
+        self._late: set[asyncio.Task[Any]] = set()
+        self._is_checked = False
+        self.num_misses = 0
+        self.num_spared = 0
+        self.num_malformed = 0
+        try:
+            # Retries and socket timeouts would wait beyond the deadlines that are kept here.
+            pool = BlockingConnectionPool.from_url(
+                url,
+                max_connections=_MAX_CONNECTIONS,
+                timeout=publish_deadline_s,
+                protocol=2,
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=None,
+                socket_connect_timeout=publish_deadline_s,
+            )
+        except (ValueError, TypeError):
+            # The parser's own words may quote parts of a password.
+            raise ConfigError("--redis-url: malformed; expected redis://, rediss:// or unix:// and a server") from None
+        self._client = Redis.from_pool(pool)
+        self._script_of = {name: self._client.register_script(_read_script(name)) for name in _SCRIPTS}
+        self._workers_key = f"kvr:{{{scheme.namespace}}}:workers"
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the store missed so often that calls fail at once."""
+        return self._breaker.is_open
+
+    @property
+    def num_breaker_openings(self) -> int:
+        return self._breaker.num_openings
+
+    async def connect(self) -> None:
+        """Connect and check the server's version, as the first call does otherwise.
+
+        Raises `ConfigError` if it is too old, `DirectoryUnavailable` if it does not answer.
+        """
+        await self._call("connect", self._publish_deadline_s, self._client.ping)
+
+    async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
+        check_scheme(info, self._scheme)
+        lease_ms = _milliseconds(lease_s)
+
+        async def work() -> Reply:
+            keys = self._keys(info.worker, "meta", "blocks", "events", "staged")
+            arguments = (info.instance, epoch, encode_record(info), lease_ms, self._max_stream_entries)
+            reply = await self._run("register", keys, *arguments)
+            if reply is Reply.OK:
+                await self._announce(info.worker, lease_ms)
+            return reply
+
+        return await self._call("register", self._publish_deadline_s, work)
+
+    async def heartbeat(self, worker: WorkerId, epoch: Epoch, seq: int, lease_s: float) -> Reply:
+        lease_ms = _milliseconds(lease_s)
+
+        async def work() -> Reply:
+            keys = self._keys(worker, "meta", "blocks", "events", "staged")
+            reply = await self._run("heartbeat", keys, epoch, seq, lease_ms)
+            if reply in (Reply.OK, Reply.GAP):
+                await self._announce(worker, lease_ms)
+            return reply
+
+        return await self._call("heartbeat", self._publish_deadline_s, work)
+
+    async def apply(self, batch: EventBatch) -> Reply:
+        check_batch(batch)
+        holder = batch.holder
+        return await self._publish(
+            "apply",
+            self._keys(holder.worker, "meta", "blocks", "events"),
+            holder.epoch,
+            batch.seq,
+            f"{holder.rank}:{holder.tier}:{holder.group}",
+            b"".join(batch.stored),
+            b"".join(batch.removed),
+            self._max_stream_entries,
+        )
+
+    async def stage(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, keys: Sequence[BlockKey]) -> Reply:
+        check_num_keys(len(keys))
+        return await self._publish("stage", self._keys(worker, "meta", "staged"), epoch, snapshot, b"".join(keys))
+
+    async def commit(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, num_keys: int) -> Reply:
+        store_keys = self._keys(worker, "meta", "blocks", "events", "staged")
+        return await self._publish("commit", store_keys, epoch, snapshot, num_keys, self._max_stream_entries)
+
+    async def set_draining(self, worker: WorkerId, epoch: Epoch, is_draining: bool) -> Reply:
+        return await self._publish("set_draining", self._keys(worker, "meta"), epoch, int(is_draining))
+
+    async def forget(self, worker: WorkerId, instance: Instance) -> Reply:
+        async def work() -> Reply:
+            reply = await self._run("forget", self._keys(worker, "meta", "blocks", "events", "staged"), instance)
+            await self._reap([worker])
+            return reply
+
+        return await self._call("forget", self._publish_deadline_s, work)
+
+    async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
+        candidates = list(workers)
+        if not keys or not candidates:
+            return {}
+        chain = b"".join(keys)
+        return await self._call("match", self._match_deadline_s, lambda: self._match(chain, candidates))
+
+    async def workers(self) -> list[WorkerRecord]:
+        return await self._call("workers", self._publish_deadline_s, self._read_workers)
+
+    async def resident(self, worker: WorkerId) -> set[BlockKey]:
+        async def work() -> set[BlockKey]:
+            members: Any = await self._client.smembers(*self._keys(worker, "blocks"))
+            return set(members)
+
+        return await self._call("resident", self._publish_deadline_s, work)
+
+    async def close(self) -> None:
+        for task in self._late:
+            task.cancel()
+        await asyncio.gather(*self._late, return_exceptions=True)
+        await self._client.aclose()
+        await self._client.connection_pool.disconnect()
+
+    # The way of a call.
+
+    async def _call(self, operation: str, deadline_s: float, work: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Do `work` within the deadline.
+
+        A call that is given up is not cancelled but left to end within the publishers' deadline: if it was connecting,
+        the next call finds the connection made, even where that takes longer than a request may wait.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._breaker.admit(loop.time()):
+            self.num_spared += 1
+            raise DirectoryUnavailable(f"{operation}: the store has not answered lately")
+        task = loop.create_task(self._bounded(work))
+        self._late.add(task)
+        task.add_done_callback(self._forget_task)
+        try:
+            await asyncio.wait({task}, timeout=deadline_s)
+        except asyncio.CancelledError:
+            self._breaker.abandon()
+            task.cancel()
+            raise
+        try:
+            if not task.done():
+                raise TimeoutError
+            answer = task.result()
+        except TimeoutError:
+            raise self._miss(operation, f"no answer within {deadline_s:g} s") from None
+        except (RedisError, OSError, asyncio.CancelledError) as error:
+            raise self._miss(operation, f"{type(error).__name__}: {error}") from error
+        except BaseException:
+            self._breaker.abandon()
+            raise
+        self._breaker.succeed(loop.time())
+        return answer
+
+    async def _bounded(self, work: Callable[[], Awaitable[Answer]]) -> Answer:
+        async with asyncio.timeout(self._publish_deadline_s):
+            if not self._is_checked:
+                await self._check_server()
+            return await work()
+
+    def _forget_task(self, task: asyncio.Task[Any]) -> None:
+        self._late.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks the error of a call that was given up as seen
+
+    def _miss(self, operation: str, reason: str) -> DirectoryUnavailable:
+        self.num_misses += 1
+        self._breaker.miss(asyncio.get_running_loop().time(), f"{operation}: {reason}")
+        return DirectoryUnavailable(f"{operation}: {reason}")
+
+    async def _check_server(self) -> None:
+        server = await self._client.info("server")
+        version = str(server.get("redis_version", "unknown"))  # Valkey tells the Redis version that it is compatible to
+        major = version.partition(".")[0]
+        if not major.isdecimal() or int(major) < _MIN_SERVER_MAJOR:
+            raise ConfigError(f"--redis-url: the server is Redis {version}; Redis 7 or later, or Valkey, is needed")
+        self._is_checked = True
+
+    async def _publish(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Reply:
+        return await self._call(script, self._publish_deadline_s, lambda: self._run(script, keys, *arguments))
+
+    async def _run(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Reply:
+        raw = await self._script_of[script](keys=keys, args=arguments)
+        return Reply(raw.decode())
+
+    # Reading.
+
+    async def _match(self, chain: bytes, candidates: list[WorkerId]) -> dict[WorkerId, Match]:
+        """One round trip; one more for each 4,096 keys that some worker holds all of."""
+        found: dict[WorkerId, Match] = {}
+        asked = candidates
+        for start in range(0, len(chain), _MATCH_BYTES_PER_ROUND):
+            part = chain[start : start + _MATCH_BYTES_PER_ROUND]
+            num_before = start // KEY_SIZE_BYTES
+            longest = []
+            for worker, (instance, num_blocks) in (await self._match_round(part, asked)).items():
+                if num_blocks:
+                    found[worker] = Match(instance, num_before + num_blocks)
+                if num_blocks * KEY_SIZE_BYTES == len(part):
+                    longest.append(worker)
+            asked = longest
+            if not asked:
+                break
+        return found
+
+    async def _match_round(self, part: bytes, asked: list[WorkerId]) -> dict[WorkerId, tuple[Instance, int]]:
+        replies = await self._evaluate_match(part, asked)
+        if any(isinstance(reply, NoScriptError) for reply in replies):
+            await self._client.script_load(self._script_of["match"].script)
+            replies = await self._evaluate_match(part, asked)
+        found = {}
+        for worker, reply in zip(asked, replies, strict=True):
+            if reply is None:
+                continue
+            if isinstance(reply, ResponseError):
+                if "WRONGTYPE" not in str(reply):
+                    raise reply
+                self.num_malformed += 1
+                continue
+            instance = _text(reply[0])
+            if instance is None:
+                self.num_malformed += 1
+                continue
+            found[worker] = (Instance(instance), int(reply[1]))
+        return found
+
+    async def _evaluate_match(self, part: bytes, asked: list[WorkerId]) -> list[Any]:
+        sha = self._script_of["match"].sha
+        async with self._client.pipeline(transaction=False) as pipeline:
+            for worker in asked:
+                pipeline.execute_command("EVALSHA", sha, 2, *self._keys(worker, "meta", "blocks"), part)
+            return await pipeline.execute(raise_on_error=False)
+
+    async def _read_workers(self) -> list[WorkerRecord]:
+        names = [_text(raw) for raw in await self._client.smembers(self._workers_key)]
+        ids = sorted(WorkerId(name) for name in names if name is not None)
+        self.num_malformed += len(names) - len(ids)
+        async with self._client.pipeline(transaction=False) as pipeline:
+            for worker in ids:
+                pipeline.hmget(*self._keys(worker, "meta"), *_RECORD_FIELDS)
+            rows = await pipeline.execute(raise_on_error=False)
+        records = []
+        for worker, row in zip(ids, rows, strict=True):
+            if isinstance(row, ResponseError) and "WRONGTYPE" not in str(row):
+                raise row
+            if not isinstance(row, Exception) and not any(row):
+                continue
+            try:
+                records.append(self._parse_record(worker, row))
+            except (ProtocolError, TypeError, ValueError):
+                self.num_malformed += 1
+        await self._reap([worker for worker, row in zip(ids, rows, strict=True) if row == [None] * len(_RECORD_FIELDS)])
+        return records
+
+    def _parse_record(self, worker: WorkerId, row: Any) -> WorkerRecord:
+        """A worker's record from its meta fields. Raises `ProtocolError`, `TypeError` or `ValueError`."""
+        raw_instance, raw_epoch, seq, draining, raw_info = row
+        info = decode_record(WorkerInfo, raw_info)
+        epoch = _text(raw_epoch)
+        if epoch is None or (info.worker, info.scheme, info.instance) != (worker, self._scheme, _text(raw_instance)):
+            raise ProtocolError(f"the record of {worker} is about another worker")
+        return WorkerRecord(info, Epoch(epoch), int(seq), is_draining=draining == b"1")
+
+    # The list of workers.
+
+    async def _announce(self, worker: WorkerId, lease_ms: int) -> None:
+        await self._script_of["announce"](keys=[self._workers_key], args=[worker, lease_ms])
+
+    async def _reap(self, workers: list[WorkerId]) -> None:
+        """Take workers off the list unless they hold a lease.
+
+        A worker registers first and announces itself after. Whoever reaps does it the other way round: takes the id
+        off, looks at the lease after, and puts the id back if there is one. So of the two, the later one always lists a
+        live worker, whatever the interleaving.
+        """
+        if not workers:
+            return
+        async with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.srem(self._workers_key, *workers)
+            for worker in workers:
+                pipeline.pttl(*self._keys(worker, "meta"))
+            _, *leases_ms = await pipeline.execute()
+        for worker, lease_ms in zip(workers, leases_ms, strict=True):
+            if lease_ms > 0:
+                await self._announce(worker, lease_ms)
+
+    def _keys(self, worker: WorkerId, *kinds: str) -> list[str]:
+        # The id is quoted: a brace in it would end the hash tag early, a colon make two ids look like one.
+        tag = f"{self._scheme.namespace}:{quote(worker, safe='')}"
+        return [f"kvr:{{{tag}}}:{kind}" for kind in kinds]
+
+
+def _read_script(name: str) -> str:
+    return resources.files("shared.directory").joinpath("lua", f"{name}.lua").read_text()
+
+
+def _milliseconds(duration_s: float) -> int:
+    return max(1, math.ceil(duration_s * 1000))
+
+
+def _text(raw: Any) -> str | None:
+    """A value of the store as text; `None` if it is none."""
+    try:
+        return raw.decode() if isinstance(raw, bytes) else None
+    except UnicodeDecodeError:
+        return None

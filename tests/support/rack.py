@@ -1,0 +1,177 @@
+"""A whole deployment in one process: fake engines behind real hosts, publishers, connections and a real router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from router.policies import make_policy
+from router.requests import GenerateRequest, RequestTrace
+from router.service import Router
+from shared.directory.base import Directory, WorkerRecord
+from shared.directory.memory import MemoryDirectory
+from shared.hashing import pack_tokens, parity_key
+from shared.telemetry import Metrics
+from shared.transport.base import OnChange, WorkerClient
+from shared.transport.client import ChannelClient
+from shared.types import CacheScheme, Instance, RequestId, RouterId, Sampling, WorkerId, WorkerInfo
+from tests.support.fakes import FakeEngine
+from worker.host import WorkerHost
+from worker.publisher import Publisher
+
+SCHEME = CacheScheme("fake", 16)
+PARITY_KEY = parity_key(SCHEME, b"fingerprint")
+SECRET = b"rack"
+
+
+@dataclass(slots=True)
+class Slot:
+    """One running worker of a rack."""
+
+    info: WorkerInfo
+    engine: FakeEngine
+    host: WorkerHost
+    publisher: Publisher
+
+
+@dataclass(slots=True)
+class Rack:
+    """Workers that share one directory, and how routers reach them."""
+
+    directory: Directory
+    make_engine: Callable[..., FakeEngine]
+    worker_to_slot: dict[WorkerId, Slot] = field(default_factory=dict)
+    num_started: int = 0
+
+    async def start_worker(self, name: str, *, parity: bytes = PARITY_KEY) -> Slot:
+        """Start a worker, or another life of it."""
+        self.num_started += 1
+        worker, instance = WorkerId(name), Instance(f"{self.num_started:032x}")
+        publishers: list[Publisher] = []
+        engine = self.make_engine(scheme=SCHEME, on_blocks=lambda change: publishers[0].on_blocks(change))
+        engine_info = await engine.start()
+        host = WorkerHost(engine, engine_info, worker=worker, instance=instance, secret=SECRET)
+        engine.on_death = host.engine_died
+        info = WorkerInfo(
+            worker=worker,
+            instance=instance,
+            address="unix:/nowhere",
+            scheme=SCHEME,
+            parity_key=parity,
+            num_blocks=engine_info.num_blocks,
+            max_num_seqs=engine_info.max_num_seqs,
+            max_model_len_tokens=engine_info.max_model_len_tokens,
+            engine=engine_info.name,
+            eviction=engine_info.eviction,
+        )
+        publishers.append(Publisher(self.directory, info, rng=random.Random(self.num_started)))
+        await publishers[0].start()
+        self.worker_to_slot[worker] = Slot(info, engine, host, publishers[0])
+        return self.worker_to_slot[worker]
+
+    async def stop_worker(self, name: str) -> None:
+        """Stop a worker politely."""
+        slot = self.worker_to_slot.pop(WorkerId(name))
+        await slot.publisher.stop()
+        await slot.host.close()
+        await slot.engine.close()
+
+    @contextlib.asynccontextmanager
+    async def router(self, policy: str = "cost", **options: object) -> AsyncIterator[Router]:
+        """A router over the rack that is checked for leftovers when it is done with."""
+        router_id = RouterId(f"router-{id(options)}")
+        rng = random.Random(5)
+
+        def connect(record: WorkerRecord, on_change: OnChange) -> WorkerClient:
+            slot = self.worker_to_slot[record.info.worker]
+            return ChannelClient(
+                record.info.worker,
+                record.info.instance,
+                router_id,
+                SECRET,
+                slot.host.open_local,
+                rng=rng,
+                on_change=on_change,
+            )
+
+        router = Router(
+            router_id,
+            self.directory,
+            connect,
+            make_policy(policy),
+            scheme=SCHEME,
+            parity_key=PARITY_KEY,
+            metrics=Metrics(),
+            rng=rng,
+            **options,
+        )
+        async with router:
+            yield router
+            await self.settle()
+            async with asyncio.timeout(5.0):
+                while any(load.num_requests for load in router.fleet.loads()):
+                    await asyncio.sleep(0.01)
+            assert_no_leftovers(router)
+
+    async def settle(self) -> None:
+        """Wait until every engine is idle and every publisher has told all."""
+        async with asyncio.timeout(30.0):
+            while not all(
+                slot.engine.num_live == 0 and slot.host.num_requests == 0 and slot.publisher.is_quiet
+                for slot in self.worker_to_slot.values()
+            ):
+                await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        """Stop all workers."""
+        for name in list(self.worker_to_slot):
+            await self.stop_worker(name)
+
+
+@contextlib.asynccontextmanager
+async def rack(num_workers: int, directory: Directory | None = None, **engine: object) -> AsyncIterator[Rack]:
+    """A rack of `num_workers` fake engines with the given properties."""
+
+    def make_engine(**wiring: object) -> FakeEngine:
+        return FakeEngine(**{**engine, **wiring})
+
+    built = Rack(directory or MemoryDirectory(SCHEME, asyncio.get_running_loop().time), make_engine)
+    try:
+        for index in range(num_workers):
+            await built.start_worker(f"w{index}")
+        yield built
+    finally:
+        await built.close()
+
+
+def assert_no_leftovers(router: Router) -> None:
+    """Nothing may outlive its request but the promises that settle by themselves."""
+    assert len(router.queue) == 0
+    assert router.fleet.num_bookings == 0
+    assert all(load.num_requests == 0 for load in router.fleet.loads())
+
+
+def prompt(prefix: int, num_prefix_tokens: int, tail: int, num_tail_tokens: int = 20) -> list[int]:
+    """A prompt whose beginning is shared by all of the same `prefix` and whose end is its own."""
+    own = random.Random(f"{prefix}:{tail}")
+    shared = random.Random(prefix)
+    return [shared.randrange(30_000) for _ in range(num_prefix_tokens)] + [
+        own.randrange(30_000) for _ in range(num_tail_tokens)
+    ]
+
+
+async def ask(
+    router: Router, name: str, token_ids: list[int], max_tokens: int = 8, **options: object
+) -> tuple[tuple[int, ...], RequestTrace]:
+    """One whole answer and what happened to it."""
+    trace = RequestTrace()
+    request = GenerateRequest(
+        RequestId(name), pack_tokens(token_ids), Sampling(max_tokens=max_tokens, temperature=0.0), **options
+    )
+    answer: tuple[int, ...] = ()
+    async for generated in router.generate(request, trace):
+        answer += generated.token_ids
+    return answer, trace

@@ -1,0 +1,141 @@
+"""Directories for tests: builders of what workers say, and one bench for each implementation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.directory.base import Directory, Reply
+from shared.directory.embedded import EmbeddedStore, find_server
+from shared.directory.memory import MemoryDirectory
+from shared.directory.redis import RedisDirectory
+from shared.errors import ConfigError
+from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Holder, Instance, WorkerId, WorkerInfo
+
+SCHEME = CacheScheme("org/model", 64)
+LONG_LEASE_S = 600.0
+PATIENT_S = 5.0
+"""Deadline of calls whose speed is not what a test is about."""
+
+
+def worker_id(name: str) -> WorkerId:
+    return WorkerId(name)
+
+
+def key(number: int) -> BlockKey:
+    """A block key that is easy to tell from others."""
+    return BlockKey(number.to_bytes(16, "big"))
+
+
+def keys(numbers: Iterable[int]) -> tuple[BlockKey, ...]:
+    return tuple(key(number) for number in numbers)
+
+
+def epoch(number: int) -> Epoch:
+    return Epoch(f"{number:032x}")
+
+
+def instance(number: int) -> Instance:
+    return Instance(f"{number:032x}")
+
+
+def worker_info(name: str = "w1", *, life: int = 1, scheme: CacheScheme = SCHEME) -> WorkerInfo:
+    return WorkerInfo(
+        worker=WorkerId(name),
+        instance=instance(life),
+        address=f"unix:/run/{name}-{life}.sock",
+        scheme=scheme,
+        parity_key=b"parity",
+        num_blocks=1000,
+        max_num_seqs=8,
+        max_model_len_tokens=4096,
+        engine="none 1.0",
+        eviction="lru",
+    )
+
+
+def batch(name: str, in_epoch: Epoch, seq: int, stored: Iterable[int] = (), removed: Iterable[int] = ()) -> EventBatch:
+    return EventBatch(Holder(WorkerId(name), in_epoch), seq, keys(stored), keys(removed))
+
+
+async def wait_until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    """Return once `condition` holds; fail after the deadline of the loop's clock."""
+    async with asyncio.timeout(deadline_s):
+        while not condition():  # noqa: ASYNC110  what stores and processes do sets no event of ours
+            await asyncio.sleep(0.005)
+
+
+@dataclass
+class Clock:
+    """A clock that tests set."""
+
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Bench:
+    """One directory, and the few things about its store that the protocol does not tell."""
+
+    directory: Directory
+    connect: Callable[[CacheScheme], Directory]
+    """Another directory on the same store, for another scheme."""
+    clock: Clock | None
+    client: Redis | None
+
+    async def let_expire(self, name: str, in_epoch: Epoch, seq: int) -> None:
+        """Let one worker's lease run out, and no other's."""
+        assert await self.directory.heartbeat(WorkerId(name), in_epoch, seq, 0.001) == Reply.OK
+        if self.clock is not None:
+            self.clock.now_s += 1.0
+        if self.client is not None:
+            async with asyncio.timeout(20.0):
+                while any(f":{name}}}:" in stored for stored in await self.stored_keys()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+
+    async def stored_keys(self) -> list[str]:
+        """Names of all keys in the store; the memory directory has none."""
+        return [] if self.client is None else sorted([raw.decode() async for raw in self.client.scan_iter()])
+
+
+@asynccontextmanager
+async def memory_bench() -> AsyncIterator[Bench]:
+    clock = Clock()
+    yield Bench(MemoryDirectory(SCHEME, clock), lambda scheme: MemoryDirectory(scheme, clock), clock, None)
+
+
+@asynccontextmanager
+async def redis_bench(store: EmbeddedStore) -> AsyncIterator[Bench]:
+    """A directory on the server, which is emptied first."""
+    opened = [RedisDirectory(store.url, SCHEME, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S)]
+
+    def connect(scheme: CacheScheme) -> Directory:
+        opened.append(RedisDirectory(store.url, scheme, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S))
+        return opened[-1]
+
+    client = Redis.from_url(store.url)
+    await client.flushall()
+    try:
+        yield Bench(opened[0], connect, None, client)
+    finally:
+        await client.aclose()
+        for directory in opened:
+            await directory.close()
+
+
+@pytest.fixture(scope="module")
+def embedded_store() -> Iterator[EmbeddedStore]:
+    """A private server for one module's tests; skips where there is none to start."""
+    try:
+        find_server()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    with EmbeddedStore() as store:
+        yield store

@@ -1,0 +1,288 @@
+"""The router over fake engines, everything else real, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from contextlib import aclosing
+
+import pytest
+
+from router.requests import GenerateRequest, RequestTrace
+from router.service import Router
+from shared.directory.memory import MemoryDirectory
+from shared.errors import DirectoryUnavailable, EngineError, InvalidRequest, NoWorker, Overloaded, WorkerLost
+from shared.hashing import pack_tokens
+from shared.types import RequestId, Sampling, WorkerId
+from tests.support.fakes import fake_tokens
+from tests.support.rack import SCHEME, Rack, Slot, ask, assert_no_leftovers, prompt, rack
+from tests.support.vtime import run_virtual
+
+SLOW = {"token_s": 0.005, "prefill_s_per_token": 0.001}
+
+
+async def _busy_engine(workers: Rack) -> Slot:
+    """Wait until some engine has a request, and say which."""
+    async with asyncio.timeout(10.0):
+        while True:
+            for slot in workers.worker_to_slot.values():
+                if slot.engine.num_live:
+                    return slot
+            await asyncio.sleep(0.001)
+
+
+def test_second_request_with_a_prefix_goes_to_its_holder_and_is_served_from_its_cache() -> None:
+    async def scenario() -> None:
+        async with rack(4, **SLOW) as workers, workers.router() as router:
+            first, first_trace = await ask(router, "a", prompt(1, 320, tail=1))
+            await workers.settle()
+            await asyncio.sleep(5.0)  # past every hint: only the directory can know
+            second, trace = await ask(router, "b", prompt(1, 320, tail=2))
+            assert (trace.worker, trace.matched_tokens, trace.cached_tokens) == (first_trace.worker, 320, 320)
+            assert first == fake_tokens(prompt(1, 320, tail=1), 8)
+            assert second == fake_tokens(prompt(1, 320, tail=2), 8)
+
+    run_virtual(scenario())
+
+
+def test_cold_burst_of_one_prefix_is_computed_once() -> None:
+    async def scenario() -> None:
+        async with rack(4, **SLOW, max_num_seqs=8) as workers, workers.router() as router:
+            answers = await asyncio.gather(*(ask(router, f"r{tail}", prompt(1, 640, tail=tail)) for tail in range(6)))
+            assert len({trace.worker for _, trace in answers}) == 1
+            assert [trace.matched_tokens for _, trace in answers].count(640) == 5
+
+    run_virtual(scenario())
+
+
+def test_other_salt_never_matches() -> None:
+    async def scenario() -> None:
+        async with rack(1, **SLOW) as workers, workers.router() as router:
+            await ask(router, "a", prompt(1, 320, tail=1), salt="tenant-a")
+            await workers.settle()
+            _, trace = await ask(router, "b", prompt(1, 320, tail=1), salt="tenant-b")
+            assert (trace.matched_tokens, trace.cached_tokens) == (0, 0)
+
+    run_virtual(scenario())
+
+
+def test_held_requests_wait_for_their_holder_while_it_is_full() -> None:
+    async def scenario() -> None:
+        async with rack(2, **SLOW, max_num_seqs=2) as workers, workers.router() as router:
+            _, warm = await ask(router, "warm", prompt(1, 1600, tail=0))
+            answers = await asyncio.gather(*(ask(router, f"r{tail}", prompt(1, 1600, tail=tail)) for tail in range(8)))
+            assert {trace.worker for _, trace in answers} == {warm.worker}
+            assert max(slot.engine.num_submitted for slot in workers.worker_to_slot.values()) == 9
+
+    run_virtual(scenario())
+
+
+def test_different_prefixes_spread_over_the_fleet() -> None:
+    async def scenario() -> None:
+        async with rack(4, **SLOW, max_num_seqs=4) as workers, workers.router() as router:
+            await asyncio.gather(*(ask(router, f"r{index}", prompt(index, 320, tail=0)) for index in range(16)))
+            counts = [slot.engine.num_submitted for slot in workers.worker_to_slot.values()]
+            assert sum(counts) == 16
+            assert max(counts) <= 6
+
+    run_virtual(scenario())
+
+
+def test_worker_lost_before_the_first_token_costs_another_attempt() -> None:
+    async def scenario() -> None:
+        async with rack(2, token_s=0.005, prefill_s_per_token=0.01) as workers, workers.router() as router:
+            asking = asyncio.create_task(ask(router, "a", prompt(1, 320, tail=1)))
+            busy = await _busy_engine(workers)
+            busy.engine.die()
+            answer, trace = await asking
+            assert answer == fake_tokens(prompt(1, 320, tail=1), 8)
+            assert trace.failed_workers == [busy.info.worker]
+            assert trace.worker != busy.info.worker
+            workers.worker_to_slot.pop(busy.info.worker)
+
+    run_virtual(scenario())
+
+
+def test_worker_lost_in_mid_stream_is_an_error_and_nothing_is_told_twice() -> None:
+    async def scenario() -> None:
+        async with rack(1, token_s=0.01) as workers, workers.router() as router:
+            slot = workers.worker_to_slot[WorkerId("w0")]
+            received: tuple[int, ...] = ()
+            generated = router.generate(
+                GenerateRequest(RequestId("a"), pack_tokens(prompt(1, 64, 1)), Sampling(max_tokens=50)), RequestTrace()
+            )
+            with pytest.raises((EngineError, WorkerLost)):
+                async for item in generated:
+                    received += item.token_ids
+                    if len(received) >= 5:
+                        slot.engine.die()
+            assert received == fake_tokens(prompt(1, 64, 1), len(received))
+            workers.worker_to_slot.clear()
+
+    run_virtual(scenario())
+
+
+def test_client_error_is_not_tried_elsewhere() -> None:
+    async def scenario() -> None:
+        async with rack(2) as workers, workers.router() as router:
+            with pytest.raises(InvalidRequest):
+                await ask(router, "a", [1 << 20])
+            assert sum(slot.engine.num_submitted for slot in workers.worker_to_slot.values()) == 0
+
+    run_virtual(scenario())
+
+
+def test_closing_the_answer_early_frees_the_engine() -> None:
+    async def scenario() -> None:
+        async with rack(1, token_s=0.01) as workers, workers.router() as router:
+            request = GenerateRequest(RequestId("a"), pack_tokens(prompt(1, 64, 1)), Sampling(max_tokens=10_000))
+            async with aclosing(router.generate(request, RequestTrace())) as generated:
+                await anext(generated)
+            await workers.settle()
+            assert workers.worker_to_slot[WorkerId("w0")].engine.num_cancelled == 1
+
+    run_virtual(scenario())
+
+
+def test_cancel_while_held_leaves_nothing() -> None:
+    async def scenario() -> None:
+        async with rack(1, token_s=0.01, max_num_seqs=1) as workers, workers.router() as router:
+            running = asyncio.create_task(ask(router, "a", prompt(1, 64, 1), max_tokens=100))
+            await _busy_engine(workers)
+            held = asyncio.create_task(ask(router, "b", prompt(1, 64, 2)))
+            await asyncio.sleep(0.05)
+            assert len(router.queue) == 1
+            held.cancel()
+            await asyncio.gather(held, return_exceptions=True)
+            assert len(router.queue) == 0
+            await running
+
+    run_virtual(scenario())
+
+
+def test_full_queue_is_told_at_once_and_a_held_request_does_not_wait_for_ever() -> None:
+    async def scenario() -> None:
+        async with (
+            rack(1, token_s=1.0, max_num_seqs=1) as workers,
+            workers.router(max_held=1, queue_timeout_s=3.0) as router,
+        ):
+            running = asyncio.create_task(ask(router, "a", prompt(1, 64, 1), max_tokens=10))
+            await _busy_engine(workers)
+            held = asyncio.create_task(ask(router, "b", prompt(1, 64, 2)))
+            await asyncio.sleep(0.5)
+            with pytest.raises(Overloaded, match="1 requests are held already"):
+                await ask(router, "c", prompt(1, 64, 3))
+            with pytest.raises(NoWorker, match="within 3 s"):
+                await held
+            await running
+
+    run_virtual(scenario())
+
+
+def test_new_life_of_a_worker_is_never_matched_with_the_old_ones_blocks() -> None:
+    async def scenario() -> None:
+        async with rack(1, **SLOW) as workers, workers.router() as router:
+            await ask(router, "a", prompt(1, 320, tail=1))
+            await workers.settle()
+            await workers.stop_worker("w0")
+            await workers.start_worker("w0")
+            answer, trace = await ask(router, "b", prompt(1, 320, tail=2))
+            assert (trace.matched_tokens, trace.cached_tokens) == (0, 0)
+            assert answer == fake_tokens(prompt(1, 320, tail=2), 8)
+
+    run_virtual(scenario())
+
+
+def test_worker_with_other_keys_is_used_but_not_for_its_cache(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with rack(0, **SLOW) as workers:
+            await workers.start_worker("w0", parity=b"another")
+            async with workers.router() as router:
+                await ask(router, "a", prompt(1, 320, tail=1))
+                await workers.settle()
+                _, trace = await ask(router, "b", prompt(1, 320, tail=2))
+                assert (trace.matched_tokens, trace.cached_tokens) == (0, 320)
+
+    run_virtual(scenario())
+    assert "does not compute our block keys" in caplog.text
+
+
+class _DeafDirectory(MemoryDirectory):
+    """A directory that stops to answer routers."""
+
+    is_deaf = False
+
+    async def match(self, keys, workers):  # type: ignore[no-untyped-def]
+        if self.is_deaf:
+            raise DirectoryUnavailable("match: no answer")
+        return await super().match(keys, workers)
+
+    async def workers(self):  # type: ignore[no-untyped-def]
+        if self.is_deaf:
+            raise DirectoryUnavailable("workers: no answer")
+        return await super().workers()
+
+
+def test_without_the_directory_requests_are_still_answered_and_hints_still_work(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        directory = _DeafDirectory(SCHEME, asyncio.get_running_loop().time)
+        async with rack(3, directory, **SLOW) as workers, workers.router() as router:
+            directory.is_deaf = True
+            await asyncio.sleep(10.0)
+            answers = [await ask(router, f"r{tail}", prompt(1, 320, tail=tail)) for tail in range(4)]
+            assert [answer for answer, _ in answers] == [fake_tokens(prompt(1, 320, tail), 8) for tail in range(4)]
+            assert len({trace.worker for _, trace in answers}) == 1
+            directory.is_deaf = False
+            await ask(router, "again", prompt(2, 320, tail=0))
+
+    run_virtual(scenario())
+    assert caplog.text.count("the directory does not answer") == 1
+    assert caplog.text.count("the directory answers again") == 1
+
+
+@pytest.mark.parametrize("policy", ["cost", "random", "round_robin", "least_load", "power_of_two", "prefix_hash"])
+def test_every_policy_answers_everything(policy: str) -> None:
+    async def scenario() -> None:
+        async with rack(3, **SLOW, max_num_seqs=4) as workers, workers.router(policy) as router:
+            prompts = [prompt(index % 5, 160, tail=index) for index in range(60)]
+            answers = await asyncio.gather(*(ask(router, f"r{index}", ids) for index, ids in enumerate(prompts)))
+            assert [answer for answer, _ in answers] == [fake_tokens(ids, 8) for ids in prompts]
+
+    run_virtual(scenario())
+
+
+def test_memory_is_flat_after_any_number_of_requests_in_flight() -> None:
+    """No booking, task, hint or queue slot is left after 1, 100 and 1,000 requests in flight."""
+
+    async def burst(router: Router, num_requests: int, start: int) -> None:
+        prompts = [prompt(index % 7, 64, tail=index) for index in range(start, start + num_requests)]
+        await asyncio.gather(*(ask(router, f"r{start + i}", ids, max_tokens=2) for i, ids in enumerate(prompts)))
+
+    async def scenario() -> None:
+        async with rack(4, max_num_seqs=256, num_blocks=64) as workers, workers.router() as router:
+            num_tasks = len(asyncio.all_tasks())
+            sizes = []
+            start = 0
+            for num_requests in (1, 100, 1000, 1000, 1000):
+                await burst(router, num_requests, start)
+                start += num_requests
+                await workers.settle()
+                await asyncio.sleep(5.0)
+                assert_no_leftovers(router)
+                assert len(router.hints) == 0
+                for slot in workers.worker_to_slot.values():
+                    slot.engine.seen.clear()
+                assert len(asyncio.all_tasks()) == num_tasks
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+            # The first rounds fill caches of fixed size; between the last two equal ones nothing may grow.
+            assert sizes[-1] - sizes[-2] < 64_000, sizes
+
+    tracemalloc.start()
+    try:
+        run_virtual(scenario())
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,116 @@
+"""Log lines and metrics, as their readers see them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from router.requests import RequestTrace
+from shared.telemetry import TTFT_BUCKETS_S, Metrics, set_up_logging
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """Where log lines go; the rooms' loggers are as before afterwards."""
+    rooms = [logging.getLogger(room) for room in ("router", "worker", "shared")]
+    before = [(room.handlers[:], room.level, room.propagate) for room in rooms]
+    yield io.StringIO()
+    for room, (handlers, level, propagate) in zip(rooms, before, strict=True):
+        room.handlers[:], room.propagate = handlers, propagate
+        room.setLevel(level)
+
+
+def test_text_lines_are_in_vllms_form(stream: io.StringIO) -> None:
+    set_up_logging("info", stream=stream)
+    logging.getLogger("router.batch").info("hello %s", "there")
+    logging.getLogger("shared.x").debug("too quiet")
+    assert re.fullmatch(r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[test_telemetry\.py:\d+\] hello there\n", stream.getvalue())
+
+
+def test_each_line_of_a_message_has_the_prefix(stream: io.StringIO) -> None:
+    set_up_logging("info", stream=stream)
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logging.getLogger("worker.host").exception("one\ntwo")
+    lines = stream.getvalue().splitlines()
+    prefix = lines[0].removesuffix("one")
+    assert all(line.startswith(prefix) for line in lines)
+    assert [lines[1].removeprefix(prefix), lines[-1].removeprefix(prefix)] == ["two", "ValueError: bad"]
+
+
+def test_json_lines_hold_one_object_each(stream: io.StringIO) -> None:
+    set_up_logging("warning", "json", stream=stream)
+    logging.getLogger("shared.directory").warning("one\ntwo é")
+    told = json.loads(stream.getvalue())
+    assert (told["level"], told["logger"], told["message"]) == ("WARNING", "shared.directory", "one\ntwo é")
+    assert told["source"].startswith("test_telemetry.py:")
+    assert set(told) == {"time", "level", "logger", "source", "message"}
+
+
+def test_second_set_up_takes_the_place_of_the_first(stream: io.StringIO) -> None:
+    set_up_logging("info", stream=io.StringIO())
+    set_up_logging("info", stream=stream)
+    logging.getLogger("router").info("once")
+    assert stream.getvalue().count("once") == 1
+
+
+def test_other_loggers_are_left_alone(stream: io.StringIO) -> None:
+    before = logging.getLogger().handlers[:]
+    set_up_logging("debug", stream=stream)
+    logging.getLogger("vllm").warning("not ours")
+    assert (logging.getLogger().handlers, stream.getvalue()) == (before, "")
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Every sample but buckets and creation times, by the name and labels that a reader sees."""
+    found = {}
+    for line in metrics.render().decode().splitlines():
+        if not line.startswith("#") and "_bucket{" not in line and "_created" not in line:
+            name, value = line.rsplit(" ", 1)
+            found[name] = float(value)
+    return found
+
+
+def test_metrics_of_answered_failed_and_moved_requests() -> None:
+    metrics = Metrics()
+    answered = RequestTrace(
+        received_at_s=1.0, bound_at_s=1.5, first_token_at_s=3.0, matched_tokens=64, cached_tokens=48
+    )
+    metrics.note_request("cost", "ok", 100, answered)
+    metrics.note_request("cost", "failed", 50, RequestTrace(received_at_s=1.0))
+    metrics.note_failover("stream")
+    metrics.note_directory_degraded()
+    metrics.note_workers({"ready": 2, "draining": 1})
+    metrics.note_workers({"ready": 3})
+    assert samples(metrics) == {
+        'kvroute_requests_total{outcome="ok",policy="cost"}': 1,
+        'kvroute_requests_total{outcome="failed",policy="cost"}': 1,
+        "kvroute_ttft_seconds_count": 1,
+        "kvroute_ttft_seconds_sum": 2.0,
+        "kvroute_queue_seconds_count": 1,
+        "kvroute_queue_seconds_sum": 0.5,
+        "kvroute_matched_tokens_total": 64,
+        "kvroute_prompt_tokens_total": 100,
+        "kvroute_cached_tokens_total": 48,
+        "kvroute_prediction_error_tokens_count": 1,
+        "kvroute_directory_degraded_total": 1,
+        'kvroute_failovers_total{stage="stream"}': 1,
+        'kvroute_workers{state="ready"}': 3,
+    }
+
+
+def test_routers_in_one_process_count_apart() -> None:
+    one, other = Metrics(), Metrics()
+    one.note_directory_degraded()
+    assert samples(other)["kvroute_directory_degraded_total"] == 0
+
+
+def test_ttft_buckets_are_vllms() -> None:
+    buckets = pytest.importorskip("vllm.v1.metrics.buckets", reason="needs vLLM")
+    assert buckets.TIME_TO_FIRST_TOKEN_BUCKETS == TTFT_BUCKETS_S

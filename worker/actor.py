@@ -1,0 +1,53 @@
+"""The Ray actor around a worker: a thin shell, so that a worker is the same with and without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ray.util
+
+from shared.messages import encode_record
+from shared.telemetry import set_up_logging
+from worker.process import Worker, WorkerOptions
+
+_ENGINE_DEAD_EXIT_CODE = 70
+"""`EX_SOFTWARE`: Ray starts the actor again in a new process."""
+
+
+class WorkerActor:
+    """Owns one worker on an event loop of its own thread.
+
+    The worker starts with the constructor and not with a method, so that Ray's restart of a dead actor is the whole
+    recovery: nobody has to notice it and call something.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = WorkerOptions.from_wire(options)
+        set_up_logging(self._options.settings.log_level, self._options.settings.log_format)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="worker", daemon=True)
+        self._thread.start()
+        self._worker = Worker(self._options, _exit_process, ray.util.get_node_ip_address())
+        self._start = asyncio.run_coroutine_threadsafe(self._worker.start(), self._loop)
+
+    def ready(self) -> bytes:
+        """Wait for the worker's start: its `WorkerInfo` as `messages.encode_record` gives it, or the start's error."""
+        return encode_record(self._start.result())
+
+    def pid(self) -> int:
+        """The process to kill when a test or an operator wants to see this worker die."""
+        return os.getpid()
+
+    def stop(self) -> None:
+        """End the worker politely: its entries leave the directory, its engine ends."""
+        self._start.cancel()
+        asyncio.run_coroutine_threadsafe(self._worker.stop(), self._loop).result()
+
+
+def _exit_process(reason: str) -> None:
+    """A worker without its engine is of no use; a new process is the cleanest way to a new engine."""
+    os._exit(_ENGINE_DEAD_EXIT_CODE)

@@ -1,0 +1,186 @@
+"""One worker: an engine, the host that serves it, and the publisher of what its pool holds. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.config import Settings
+from shared.directory import connect_directory
+from shared.directory.base import Directory
+from shared.hashing import parity_key, tokenizer_fingerprint
+from shared.types import CacheScheme, Instance, WorkerId, WorkerInfo
+from worker.engines.base import BlockChange, Engine, OnBlocks, OnDeath
+from worker.engines.demo_model import prepare_model
+from worker.host import WorkerHost
+from worker.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What a worker is told by whoever starts it."""
+
+    worker: WorkerId
+    settings: Settings
+    redis_url: str
+    secret: bytes
+    is_local: bool
+    """Whether routers are on the same host, so that a Unix socket reaches them."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values, which every version of every serialiser understands."""
+        return {
+            "worker": self.worker,
+            "settings": self.settings.model_dump(mode="json", exclude_unset=True),
+            "redis_url": self.redis_url,
+            "secret": self.secret,
+            "is_local": self.is_local,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> WorkerOptions:
+        """The inverse of `to_wire`."""
+        return cls(**{**wire, "settings": Settings(**wire["settings"])})
+
+
+class Worker:
+    """Starts and ends the parts of one worker in their order. One `start`, one `stop`."""
+
+    def __init__(self, options: WorkerOptions, on_death: OnDeath, node_address: str = "127.0.0.1") -> None:
+        self._options = options
+        self._node_address = node_address
+        self._on_death = on_death
+        self._exit = contextlib.AsyncExitStack()
+        self._ending: asyncio.Task[None] | None = None
+        self._host: WorkerHost | None = None
+        self._publisher: Publisher | None = None
+
+    async def start(self) -> WorkerInfo:
+        """Load the model, listen, register, and serve.
+
+        Raises `EngineError` or `ConfigError` when the engine cannot start, `WorkerIdTaken` when the id is in use.
+        """
+        try:
+            return await self._start()
+        except BaseException:
+            await self._exit.aclose()
+            raise
+
+    async def stop(self) -> None:
+        """Leave the directory, end all requests and the engine. Idempotent."""
+        await self._exit.aclose()
+
+    async def _start(self) -> WorkerInfo:
+        options, settings = self._options, self._options.settings
+        folder = await asyncio.to_thread(prepare_model, settings.model, settings.model_cache_dir)
+        scheme = CacheScheme(settings.model_name, settings.block_size)
+        engine = _ENGINES[settings.engine](settings, scheme, folder, self._on_blocks, self._engine_died)
+        self._exit.push_async_callback(engine.close)
+        engine_info = await engine.start()
+        directory = await connect_directory(options.redis_url, scheme, match_deadline_s=settings.redis_deadline_s)
+        self._exit.push_async_callback(directory.close)
+        instance = Instance(secrets.token_hex(16))
+        host = self._host = WorkerHost(
+            engine,
+            engine_info,
+            worker=options.worker,
+            instance=instance,
+            secret=options.secret,
+            count_resident_blocks=self._count_resident_blocks,
+        )
+        self._exit.push_async_callback(host.close)
+        info = WorkerInfo(
+            worker=options.worker,
+            instance=instance,
+            address=await host.listen(self._listen_address()),
+            scheme=scheme,
+            parity_key=parity_key(scheme, tokenizer_fingerprint(folder)),
+            num_blocks=engine_info.num_blocks,
+            max_num_seqs=engine_info.max_num_seqs,
+            max_model_len_tokens=engine_info.max_model_len_tokens,
+            engine=engine_info.name,
+            eviction=engine_info.eviction,
+        )
+        self._publisher = self._make_publisher(directory, engine, info)
+        self._exit.push_async_callback(self._publisher.stop)
+        await self._publisher.start()
+        return info
+
+    def _make_publisher(self, directory: Directory, engine: Engine, info: WorkerInfo) -> Publisher:
+        settings = self._options.settings
+        return Publisher(
+            directory,
+            info,
+            rng=random.Random(f"{settings.seed}:{info.worker}"),
+            lease_s=settings.lease_s,
+            heartbeat_s=settings.heartbeat_s,
+            on_evicted=self._die,
+        )
+
+    def _listen_address(self) -> str:
+        if not self._options.is_local:
+            return f"tcp://{self._node_address}:0"
+        folder = tempfile.mkdtemp(prefix="kvroute-")
+        self._exit.callback(shutil.rmtree, folder, ignore_errors=True)
+        return f"unix:{folder}/{self._options.worker}.sock"
+
+    def _on_blocks(self, change: BlockChange) -> None:
+        if self._publisher is not None:
+            self._publisher.on_blocks(change)
+
+    def _count_resident_blocks(self) -> int:
+        return len(self._publisher.resident) if self._publisher is not None else 0
+
+    def _engine_died(self, reason: str) -> None:
+        """Routers hear of it before the process ends, so that they need not wait for a silence."""
+        if self._host is None:
+            self._die(reason)
+            return
+        self._host.engine_died(reason)
+        self._ending = asyncio.create_task(self._end_after_host(reason), name="worker-end")
+
+    async def _end_after_host(self, reason: str) -> None:
+        if self._host is not None:
+            await self._host.wait_closed()
+        self._die(reason)
+
+    def _die(self, reason: str) -> None:
+        logger.error("worker %s ends: %s", self._options.worker, reason)
+        self._on_death(reason)
+
+
+def _make_vllm(settings: Settings, scheme: CacheScheme, folder: Path, on_blocks: OnBlocks, on_death: OnDeath) -> Engine:
+    from worker.engines.vllm import VllmEngine
+    from worker.engines.vllm_options import VllmOptions
+
+    options = VllmOptions(
+        model_dir=folder,
+        scheme=scheme,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_blocks=settings.kv_cache_blocks,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        dtype=settings.dtype,
+        eviction=settings.eviction,
+        engine_args=settings.engine_args,
+        seed=settings.seed,
+        start_timeout_s=settings.start_timeout_s,
+        log_level=settings.log_level,
+    )
+    return VllmEngine(options, on_blocks, on_death)
+
+
+_ENGINES: Mapping[str, Callable[[Settings, CacheScheme, Path, OnBlocks, OnDeath], Engine]] = {"vllm": _make_vllm}
