@@ -11,7 +11,6 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -213,13 +212,19 @@ def _unpack_fields(message_type: type[Any], body: list[Any], *, start: int) -> A
     return message_type(*values)
 
 
-@cache
+_decoder_cache: dict[type[Any], tuple[list[tuple[str, _Decode]], int]] = {}
+
+
 def _decoders_of(message_type: type[Any]) -> tuple[list[tuple[str, _Decode]], int]:
     """Field decoders of a dataclass and how many fields have no default. Derived once for each type."""
-    hints = get_type_hints(message_type)
-    fields = dataclasses.fields(message_type)
-    num_required = sum(field.default is dataclasses.MISSING for field in fields)
-    return [(field.name, _decoder(hints[field.name])) for field in fields], num_required
+    found = _decoder_cache.get(message_type)
+    if found is None:
+        hints = get_type_hints(message_type)
+        fields = dataclasses.fields(message_type)
+        num_required = sum(field.default is dataclasses.MISSING for field in fields)
+        found = ([(field.name, _decoder(hints[field.name])) for field in fields], num_required)
+        _decoder_cache[message_type] = found
+    return found
 
 
 def _decoder(hint: Any) -> _Decode:
