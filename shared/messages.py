@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -109,6 +110,7 @@ class Fault:
 
     code: str
     message: str
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class Delta:
     cached_tokens: int | None = None
     """The engine's own count of prompt tokens served from its cache, sent with the first delta."""
     fault: Fault | None = None
+    """Ends the request as `finish` does, after the tokens beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ _KIND_OF = {message_type: kind for kind, message_type in enumerate(_KINDS)}
 
 def encode(message: object) -> bytes:
     """The wire form of any message of this module."""
-    return msgpack.packb([_KIND_OF[type(message)], *_pack(message)])
+    return _packed((_KIND_OF[type(message)], *_fields(message)))
 
 
 def decode(raw: bytes) -> Any:
@@ -160,7 +163,7 @@ def decode(raw: bytes) -> Any:
 
 def encode_record(record: object) -> bytes:
     """The wire form of a dataclass of `shared.types` that travels inside something else, as a worker's info does."""
-    return msgpack.packb(_pack(record))
+    return _packed(_fields(record))
 
 
 def decode_record(record_type: type[Message], raw: bytes) -> Message:
@@ -189,13 +192,25 @@ def unpack(raw: bytes) -> Any:
         raise ProtocolError(f"not msgpack within limits: {error}") from error
 
 
-def _pack(value: Any) -> Any:
-    """Dataclasses become arrays; the rest is msgpack's own."""
-    if dataclasses.is_dataclass(value):
-        return [_pack(getattr(value, name)) for name in value.__slots__]
-    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-        return [_pack(item) for item in value]
-    return value
+def _packed(body: Any) -> bytes:
+    """msgpack of plain values and, at any depth, dataclasses, which become arrays of their fields."""
+    # A small first buffer: msgpack's own default of 256 KiB costs more than packing most messages.
+    raw: bytes = msgpack.packb(body, default=_fields, buf_size=4096)
+    return raw
+
+
+_getter_cache: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {}
+
+
+def _fields(record: Any) -> tuple[Any, ...]:
+    """Values of a dataclass in the order of its fields. The getter is derived once for each type."""
+    getter = _getter_cache.get(type(record))
+    if getter is None:
+        names = [field.name for field in dataclasses.fields(record)]
+        single = attrgetter(names[0])
+        getter = attrgetter(*names) if len(names) > 1 else lambda value: (single(value),)
+        _getter_cache[type(record)] = getter
+    return getter(record)
 
 
 def _unpack_fields(message_type: type[Any], body: list[Any], *, start: int) -> Any:
@@ -204,7 +219,10 @@ def _unpack_fields(message_type: type[Any], body: list[Any], *, start: int) -> A
     if not num_required <= num_given <= len(decoders):
         raise ProtocolError(f"{message_type.__name__}: {num_given} fields, not {num_required} to {len(decoders)}")
     values = []
-    for (name, decode_field), raw in zip(decoders, body[start:], strict=False):
+    for (name, plain_types, decode_field), raw in zip(decoders, body[start:], strict=False):
+        if type(raw) in plain_types:
+            values.append(raw)
+            continue
         try:
             values.append(decode_field(raw))
         except (TypeError, ValueError) as error:
@@ -212,19 +230,33 @@ def _unpack_fields(message_type: type[Any], body: list[Any], *, start: int) -> A
     return message_type(*values)
 
 
-_decoder_cache: dict[type[Any], tuple[list[tuple[str, _Decode]], int]] = {}
+_FieldDecoder = tuple[str, frozenset[type[Any]], _Decode]
+_decoder_cache: dict[type[Any], tuple[list[_FieldDecoder], int]] = {}
 
 
-def _decoders_of(message_type: type[Any]) -> tuple[list[tuple[str, _Decode]], int]:
-    """Field decoders of a dataclass and how many fields have no default. Derived once for each type."""
+def _decoders_of(message_type: type[Any]) -> tuple[list[_FieldDecoder], int]:
+    """Field decoders of a dataclass and how many fields have no default. Derived once for each type.
+
+    A decoder is a field's name, the types whose values stand as they are, and a function for all others.
+    """
     found = _decoder_cache.get(message_type)
     if found is None:
         hints = get_type_hints(message_type)
         fields = dataclasses.fields(message_type)
         num_required = sum(field.default is dataclasses.MISSING for field in fields)
-        found = ([(field.name, _decoder(hints[field.name])) for field in fields], num_required)
+        decoders = [(field.name, _plain_types(hints[field.name]), _decoder(hints[field.name])) for field in fields]
+        found = (decoders, num_required)
         _decoder_cache[message_type] = found
     return found
+
+
+def _plain_types(hint: Any) -> frozenset[type[Any]]:
+    """Types of raw values that need no conversion to be of the annotated type."""
+    if isinstance(hint, NewType):
+        return _plain_types(hint.__supertype__)
+    if get_origin(hint) in (Union, types.UnionType):
+        return frozenset().union(*map(_plain_types, get_args(hint)))
+    return frozenset({hint}) if hint in (str, bytes, int, float, bool, types.NoneType) else frozenset()
 
 
 def _decoder(hint: Any) -> _Decode:

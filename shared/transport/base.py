@@ -6,15 +6,40 @@ in-process queues that carry the same bytes, so that tests and virtual time exer
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from shared.messages import Delta
 from shared.types import Instance, RequestId, Sampling, WorkerId, WorkerStatus
 
 
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """How long the two ends wait. Both sides of one deployment use the same."""
+
+    handshake_s: float = 5.0
+    """Longest time from the connection to the last word of the handshake."""
+    resume_s: float = 5.0
+    """How long a session outlives its connection; after that its requests are freed, and lost to the router."""
+    frame_interval_s: float = 0.01
+    """Least time between two frames of one session while deltas flow: what comes in between shares a frame."""
+    status_interval_s: float = 0.1
+    """Time between two statuses, with or without deltas. Also the sign of life of both sides."""
+    silence_s: float = 10.0
+    """A connection that brings nothing for this long is cut: a lost machine closes no socket."""
+    backoff_s: float = 0.01
+    """Wait before the second attempt to reconnect; doubles up to `max_backoff_s`."""
+    max_backoff_s: float = 0.5
+    farewell_s: float = 1.0
+    """Longest time that a closing side spends on its last words."""
+
+
 class Channel(Protocol):
     """A reliable, ordered pipe of whole messages."""
+
+    receive_limit_bytes: int
+    """Longest message taken; small until the peer has proved itself."""
 
     async def send(self, raw: bytes) -> None:
         """Hand over one message; waits while the peer is slow. Raises `ConnectionError` once the pipe is closed."""
@@ -25,7 +50,26 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Close both directions; pending and later calls on either end raise `ConnectionError`."""
+        """Close both directions; pending and later calls on either end raise `ConnectionError`.
+
+        What this end sent before is still given to the other end's `receive`, as far as the pipe holds it.
+        """
+        ...
+
+
+Connect = Callable[[], Awaitable[Channel]]
+"""Makes a new channel to one worker. Raises `OSError`; `ConnectionRefusedError` when nobody listens there any more."""
+
+
+class DeltaStream(Protocol):
+    """The deltas of one submitted sequence. Whoever leaves it early must close it, or the worker goes on computing."""
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    async def __anext__(self) -> Delta: ...
+
+    async def aclose(self) -> None:
+        """Cancel the request at the worker unless it has ended. Never waits."""
         ...
 
 
@@ -42,6 +86,11 @@ class WorkerClient(Protocol):
 
     @property
     def is_connected(self) -> bool: ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the worker is gone for good for this client; a client that may yet resume is not lost."""
+        ...
 
     @property
     def status(self) -> WorkerStatus | None:
@@ -64,7 +113,10 @@ class WorkerClient(Protocol):
         ...
 
     async def connect(self) -> None:
-        """Connect and authenticate. Raises `WorkerLost`, or `AuthenticationFailed`."""
+        """Connect and authenticate. Raises `WorkerLost`, or `AuthenticationFailed`.
+
+        After `WorkerLost` here it may be tried again; a client that was connected and `is_lost` stays so.
+        """
         ...
 
     def submit(
@@ -78,12 +130,13 @@ class WorkerClient(Protocol):
         adapter: str = "",
         priority: int = 0,
         matched_tokens: int = 0,
-    ) -> AsyncIterator[Delta]:
+    ) -> DeltaStream:
         """Submit one sequence, at once (the submit is numbered before this returns), and give its deltas.
 
         The iterator yields each token once and in order and ends after the delta with `finish`. It raises the error
         that the worker reports (`InvalidRequest`, `EngineError`, `Overloaded`), and `WorkerLost` when the worker or
-        the connection is gone for good. Closing it early cancels the request at the worker.
+        the connection is gone for good. Closing it early, or cancelling the task that waits for it, cancels the request
+        at the worker. `request` and `attempt` together are new to this client, or `ValueError`.
         """
         ...
 

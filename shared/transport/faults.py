@@ -1,0 +1,44 @@
+"""Errors on the wire: an error of `shared.errors` becomes a code and a sentence, and the same class again."""
+
+from __future__ import annotations
+
+from shared.errors import (
+    ClientError,
+    ContextTooLong,
+    EngineError,
+    InvalidRequest,
+    KvrouteError,
+    ModelNotFound,
+    NoWorker,
+    Overloaded,
+    TransientError,
+    WorkerLost,
+)
+from shared.messages import Fault
+
+_ERRORS: tuple[type[ClientError] | type[TransientError], ...] = (
+    ClientError,
+    InvalidRequest,
+    ContextTooLong,
+    ModelNotFound,
+    NoWorker,
+    Overloaded,
+    WorkerLost,
+    EngineError,
+)
+_ERROR_OF_CODE = {error_type.code: error_type for error_type in _ERRORS}
+
+
+def fault_of(error: KvrouteError) -> Fault:
+    """What is sent for `error`. An error without a code of its own on the wire arrives as an `EngineError`."""
+    return Fault(error.code, str(error), getattr(error, "retry_after_s", None))
+
+
+def error_of(fault: Fault) -> KvrouteError:
+    """The error that `fault` stands for."""
+    error_type = _ERROR_OF_CODE.get(fault.code)
+    if error_type is None:
+        return EngineError(f"{fault.code}: {fault.message}")
+    if issubclass(error_type, TransientError):
+        return error_type(fault.message, retry_after_s=fault.retry_after_s)
+    return error_type(fault.message)
