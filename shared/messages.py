@@ -200,9 +200,9 @@ def _packed(body: Any) -> bytes:
     return raw
 
 
-def _fields(record: object) -> tuple[Any, ...]:
+def _fields(record: Any) -> tuple[Any, ...]:
     """Values of a dataclass in the order of its fields."""
-    return _getter_of(type(record))(record)
+    return _getter_of(type(record))(record)  # type: ignore[arg-type]  # mypy: `type[Any]` has no hash
 
 
 @cache
