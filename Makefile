@@ -17,6 +17,7 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Install kvroute, an engine and all tools into .venv
+	@echo "install: $(VENV) is up to date, engine $(ENGINE)" >&2
 
 $(INSTALLED): pyproject.toml .ci/install.sh .ci/lock-cpu.txt .ci/lock-gpu.txt
 	@.ci/install.sh $(VENV) $(ENGINE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import re
 import sys
 import tomllib
@@ -99,6 +100,7 @@ FORBIDDEN_TEXT = {
 }
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".txt", ".lua", ".json", ".html", ".js", ".css", ""}
 NOT_OURS = {".git", ".venv", "build", "dist", "out", "LICENSE"}
+"""`.git` is a file in a linked work tree."""
 
 
 def _sources() -> list[Path]:
@@ -358,14 +360,23 @@ def test_lock_names_every_dependency_and_one_engine(engine: str, package: str) -
         assert locked & {"torchvision", "torchaudio", "torchcodec"} == set()
 
 
+def _texts() -> Iterator[Path]:
+    """Files of the project that hold text, not those that are installed or made."""
+    for folder, subfolders, names in os.walk(ROOT):
+        subfolders[:] = [
+            name for name in subfolders if name not in NOT_OURS and not name.endswith(("cache", "cache__", ".egg-info"))
+        ]
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix in TEXT_SUFFIXES and name not in NOT_OURS:
+                yield path
+
+
 def test_project_text_speaks_of_the_project_alone() -> None:
-    broken = []
-    for path in sorted(ROOT.rglob("*")):
-        parts = path.relative_to(ROOT).parts
-        if NOT_OURS & set(parts) or any(part.endswith(("_cache", "__pycache__", ".egg-info")) for part in parts):
-            continue
-        if path.is_file() and path.suffix in TEXT_SUFFIXES:
-            text = path.read_text(encoding="utf-8")
-            for pattern, what in FORBIDDEN_TEXT.items():
-                broken += [f"{_name(path)}: {what}: {found.group()}" for found in re.finditer(pattern, text)]
+    broken = [
+        f"{_name(path)}: {what}: {found.group()}"
+        for path in _texts()
+        for pattern, what in FORBIDDEN_TEXT.items()
+        for found in re.finditer(pattern, path.read_text(encoding="utf-8"))
+    ]
     assert broken == []
