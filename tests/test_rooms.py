@@ -53,7 +53,7 @@ MAY_READ_ENVIRONMENT = (
     "shared/config.py",
     "router/cli.py",  # hands it to the settings
     "router/launch.py",  # processes started there inherit it
-    "worker/engines/vllm.py",  # sets for vLLM's children what only the environment tells them, and puts it back
+    "worker/engines/vllm_launch.py",  # sets for vLLM's children what only the environment tells them, and puts it back
 )
 
 OWN_ARGUMENTS = {
