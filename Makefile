@@ -17,6 +17,7 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Install kvroute, an engine and all tools into .venv
+	@echo "install: $(VENV) is up to date, engine $(ENGINE)" >&2
 
 $(INSTALLED): pyproject.toml .ci/install.sh .ci/lock-cpu.txt .ci/lock-gpu.txt
 	@.ci/install.sh $(VENV) $(ENGINE)
@@ -25,9 +26,9 @@ demo: $(INSTALLED) ## Run the demo batch, with cache-aware routing and without, 
 	@echo "demo: running the demo batch on two workers" >&2
 	@$(BIN)/kvroute demo $(ARGS)
 
-serve: $(INSTALLED) ## Serve the built-in model, OpenAI-compatible
-	@echo "serve: starting router and workers" >&2
-	@$(BIN)/kvroute serve $(ARGS)
+serve: $(INSTALLED) ## Start two workers with the built-in model that stay until `kvroute down`
+	@echo "serve: starting two workers" >&2
+	@$(BIN)/kvroute up --model smollm2 --workers 2 $(ARGS)
 
 test: $(INSTALLED) ## Run all tests, those with a real store, Ray and vLLM included
 	@echo "test: running all tests" >&2

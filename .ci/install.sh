@@ -56,7 +56,7 @@ if [ "$engine" = cpu ]; then
 fi
 
 say "installing $(grep -c == "$lock") locked packages for $engine; the first time takes some minutes and gigabytes"
-pip install -qq --no-deps --requirement "$lock"
+pip install -qq --no-deps --only-binary :all: --requirement "$lock"
 
 # What the lock no longer names goes, so that an updated environment equals a new one.
 normal() { tr 'A-Z_.' 'a-z--' | sort -u; }

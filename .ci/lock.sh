@@ -69,7 +69,8 @@ if left_out != ["pip"]:
     print(f"# Left out on purpose: {', '.join(name for name in left_out if name != 'pip')}; .ci/lock.sh says why.")
 for name in sorted(locked, key=str.lower):
     if name not in left_out:
-        print(f"{name}=={locked[name]}")
+        # A CPU build, which may lie nearer, satisfies `==` as well: `===` takes the CUDA build alone.
+        print(f"{name}{'===' if (engine, name) == ('gpu', 'torch') else '=='}{locked[name]}")
 PYTHON
 }
 

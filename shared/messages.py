@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from operator import attrgetter
 from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -202,22 +203,23 @@ def _packed(body: Any) -> bytes:
     return raw
 
 
-_getter_cache: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {}
-
-
 def _fields(record: Any) -> tuple[Any, ...]:
-    """Values of a dataclass in the order of its fields. The getter is derived once for each type."""
-    getter = _getter_cache.get(type(record))
-    if getter is None:
-        names = [field.name for field in dataclasses.fields(record)]
-        single = attrgetter(names[0])
-        getter = attrgetter(*names) if len(names) > 1 else lambda value: (single(value),)
-        _getter_cache[type(record)] = getter
-    return getter(record)
+    """Values of a dataclass in the order of its fields."""
+    return _getter_of(type(record))(record)  # type: ignore[arg-type]  # mypy: `type[Any]` has no hash
+
+
+@cache
+def _getter_of(record_type: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that gives the values of all fields. Derived once for each type."""
+    names = [field.name for field in dataclasses.fields(record_type)]
+    if len(names) > 1:
+        return attrgetter(*names)
+    single = attrgetter(names[0])
+    return lambda record: (single(record),)
 
 
 def _unpack_fields(message_type: type[Any], body: list[Any], *, start: int) -> Any:
-    decoders, num_required = _decoders_of(message_type)
+    decoders, num_required = _decoders_of(message_type)  # type: ignore[arg-type]  # mypy: `type[Any]` has no hash
     num_given = len(body) - start
     if not num_required <= num_given <= len(decoders):
         raise ProtocolError(f"{message_type.__name__}: {num_given} fields, not {num_required} to {len(decoders)}")
@@ -234,23 +236,19 @@ def _unpack_fields(message_type: type[Any], body: list[Any], *, start: int) -> A
 
 
 _FieldDecoder = tuple[str, frozenset[type[Any]], _Decode]
-_decoder_cache: dict[type[Any], tuple[list[_FieldDecoder], int]] = {}
 
 
-def _decoders_of(message_type: type[Any]) -> tuple[list[_FieldDecoder], int]:
+@cache
+def _decoders_of(message_type: Any) -> tuple[list[_FieldDecoder], int]:
     """Field decoders of a dataclass and how many fields have no default. Derived once for each type.
 
     A decoder is a field's name, the types whose values stand as they are, and a function for all others.
     """
-    found = _decoder_cache.get(message_type)
-    if found is None:
-        hints = get_type_hints(message_type)
-        fields = dataclasses.fields(message_type)
-        num_required = sum(field.default is dataclasses.MISSING for field in fields)
-        decoders = [(field.name, _plain_types(hints[field.name]), _decoder(hints[field.name])) for field in fields]
-        found = (decoders, num_required)
-        _decoder_cache[message_type] = found
-    return found
+    hints = get_type_hints(message_type)
+    fields = dataclasses.fields(message_type)
+    num_required = sum(field.default is dataclasses.MISSING for field in fields)
+    decoders = [(field.name, _plain_types(hints[field.name]), _decoder(hints[field.name])) for field in fields]
+    return decoders, num_required
 
 
 def _plain_types(hint: Any) -> frozenset[type[Any]]:

@@ -170,10 +170,9 @@ def test_cluster_file_gives_what_stands_under_our_name(write: Any) -> None:
     assert _load(file=write(text)) == Settings(workers=3, max_num_seqs=4)
 
 
-def test_settings_cannot_be_changed_and_every_one_is_described() -> None:
+def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().workers = 2  # type: ignore[misc]
-    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
 
 
 def test_model_name_is_the_served_one_where_given() -> None:
