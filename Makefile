@@ -38,7 +38,7 @@ lint: $(INSTALLED) ## Check style, format and types
 	@echo "lint: checking style, format and types" >&2
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy shared router/policies
+	@$(BIN)/mypy shared router worker
 
 bench: $(INSTALLED) ## Run the benchmarks; they print one JSON line each
 	@echo "bench: running tests/bench" >&2

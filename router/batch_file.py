@@ -134,7 +134,9 @@ class Journal:
                 path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (0 if resume else os.O_EXCL), 0o644
             )
         except FileExistsError:
-            raise ConfigError(f"output file {path}: exists already; resume it, or name another file") from None
+            raise ConfigError(
+                f"output file {path}: exists already; go on with it by --resume, or name another"
+            ) from None
         except OSError as error:
             raise ConfigError(f"output file {path}: cannot write it: {error.strerror}") from None
         try:

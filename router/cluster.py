@@ -163,8 +163,8 @@ async def wait_for_head(process: psutil.Popen, address: str, log_path: Path, *, 
                     await asyncio.sleep(0.1)
     except TimeoutError:
         pass
-    tail = log_path.read_text(errors="replace")[-2000:] if log_path.exists() else ""
-    raise EngineError(f"Ray did not start at {address}; the end of {log_path}:\n{tail}")
+    last_words = await asyncio.to_thread(log_path.read_text, errors="replace")
+    raise EngineError(f"Ray did not start at {address}; the end of {log_path}:\n{last_words[-2000:]}")
 
 
 def _free_port() -> int:

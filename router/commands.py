@@ -8,7 +8,7 @@ import json
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ async def _demo(call: Invocation) -> int:
     return await run_demo(call.settings, call.own["output_dir"], is_json=call.own["json"], say=call.say, show=call.show)
 
 
-_COMMANDS: Mapping[str, Callable[[Invocation], Awaitable[int]]] = {
+_COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "batch": _batch,
     "up": _up,
     "down": _down,

@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from worker.engines.demo_model import prepare_model
+
 from router import cluster, runfile
 from router.cluster import WorkerResources
 from router.policies import make_policy
@@ -34,7 +36,6 @@ from shared.transport.base import OnChange, WorkerClient
 from shared.transport.client import connect_worker
 from shared.types import CacheScheme, RouterId, WorkerId, WorkerInfo
 from worker.actor import WorkerActor
-from worker.engines.demo_model import prepare_model
 from worker.process import WorkerOptions
 
 Say = Callable[[str], None]

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-
-from shared.telemetry import Metrics
 
 from router.fleet import Connect, Fleet
 from router.hints import Hints
@@ -21,6 +19,7 @@ from router.requests import Generated, GenerateRequest, RequestTrace
 from shared.directory.base import Directory, Match
 from shared.errors import DirectoryUnavailable, EngineError, Overloaded, WorkerLost
 from shared.hashing import block_keys, root_key
+from shared.telemetry import Metrics
 from shared.types import BlockKey, CacheScheme, RouterId, WorkerId
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class Router:
         await self.fleet.close()
         await self.directory.close()
 
-    async def generate(self, request: GenerateRequest, trace: RequestTrace) -> AsyncIterator[Generated]:
+    async def generate(self, request: GenerateRequest, trace: RequestTrace) -> AsyncGenerator[Generated, None]:
         """The request's tokens, each once and in order; the last item has `finish`. Closing it early cancels.
 
         Fills `trace` as it goes. Before the first token a lost worker costs another attempt elsewhere; after it the
@@ -116,7 +115,7 @@ class Router:
 
     async def _attempts(
         self, request: GenerateRequest, keys: Sequence[BlockKey], trace: RequestTrace
-    ) -> AsyncIterator[Generated]:
+    ) -> AsyncGenerator[Generated, None]:
         """One worker after the other until one answers."""
         failed: frozenset[WorkerId] = frozenset()
         while True:
@@ -141,7 +140,7 @@ class Router:
 
     async def _on_worker(
         self, request: GenerateRequest, placement: Placement, trace: RequestTrace
-    ) -> AsyncIterator[Generated]:
+    ) -> AsyncGenerator[Generated, None]:
         """The request's tokens from the worker that it is bound to. Claims end with this, however it ends."""
         booking = placement.booking
         trace.worker = booking.worker

@@ -257,7 +257,7 @@ def _plain_types(hint: Any) -> frozenset[type[Any]]:
         return _plain_types(hint.__supertype__)
     if get_origin(hint) in (Union, types.UnionType):
         return frozenset().union(*map(_plain_types, get_args(hint)))
-    return frozenset({hint}) if hint in (str, bytes, int, float, bool, types.NoneType) else frozenset()
+    return frozenset({hint}) if hint in (str, bytes, int, bool, types.NoneType) else frozenset()
 
 
 def _decoder(hint: Any) -> _Decode:

@@ -253,7 +253,7 @@ async def test_list_of_workers_vanishes_by_itself_after_the_last_lease(bench: Be
     await bench.directory.register(worker_info("w1"), E1, 0.001)
     await bench.directory.register(worker_info("w2"), E1, 0.002)
     async with asyncio.timeout(20.0):
-        while await bench.stored_keys():  # noqa: ASYNC110  the store's clock sets no event of ours
+        while await bench.stored_keys():
             await asyncio.sleep(0.002)
 
 

@@ -159,7 +159,7 @@ async def answers(directory: RedisDirectory) -> bool:
 
 async def wait_for_match_to_answer(directory: RedisDirectory) -> None:
     async with asyncio.timeout(20.0):
-        while not await answers(directory):  # noqa: ASYNC110  a store that thaws sets no event of ours
+        while not await answers(directory):
             await asyncio.sleep(0.01)
 
 

@@ -66,7 +66,7 @@ def batch(name: str, in_epoch: Epoch, seq: int, stored: Iterable[int] = (), remo
 async def wait_until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
     """Return once `condition` holds; fail after the deadline of the loop's clock."""
     async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110  what stores and processes do sets no event of ours
+        while not condition():
             await asyncio.sleep(0.005)
 
 
@@ -97,7 +97,7 @@ class Bench:
             self.clock.now_s += 1.0
         if self.client is not None:
             async with asyncio.timeout(20.0):
-                while any(f":{name}}}:" in stored for stored in await self.stored_keys()):  # noqa: ASYNC110
+                while any(f":{name}}}:" in stored for stored in await self.stored_keys()):
                     await asyncio.sleep(0.002)
 
     async def stored_keys(self) -> list[str]:

@@ -158,5 +158,5 @@ def tokens_of(deltas: list[Delta]) -> tuple[int, ...]:
 async def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
     """Wait for what no event tells; fails after a deadline that no healthy run comes near."""
     async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.001)

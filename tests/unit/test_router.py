@@ -109,14 +109,19 @@ def test_worker_lost_in_mid_stream_is_an_error_and_nothing_is_told_twice() -> No
         async with rack(1, token_s=0.01) as workers, workers.router() as router:
             slot = workers.worker_to_slot[WorkerId("w0")]
             received: tuple[int, ...] = ()
-            generated = router.generate(
-                GenerateRequest(RequestId("a"), pack_tokens(prompt(1, 64, 1)), Sampling(max_tokens=50)), RequestTrace()
-            )
-            with pytest.raises((EngineError, WorkerLost)):
+
+            async def receive() -> None:
+                nonlocal received
                 async for item in generated:
                     received += item.token_ids
                     if len(received) >= 5:
                         slot.engine.die()
+
+            generated = router.generate(
+                GenerateRequest(RequestId("a"), pack_tokens(prompt(1, 64, 1)), Sampling(max_tokens=50)), RequestTrace()
+            )
+            with pytest.raises((EngineError, WorkerLost)):
+                await receive()
             assert received == fake_tokens(prompt(1, 64, 1), len(received))
             workers.worker_to_slot.clear()
 
