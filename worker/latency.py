@@ -51,7 +51,7 @@ class StepTimes:
         moments = [[self._moments[i][j] / (scale[i] * scale[j]) for j in known] for i in known]
         products = [self._products[i] / scale[i] for i in known]
         best, best_gain = [0.0] * len(known), 0.0
-        for size in range(1, len(known) + 1):
+        for size in range(len(known), 0, -1):
             for subset in combinations(range(len(known)), size):
                 solution = _solve_linear(
                     [[moments[i][j] for j in subset] for i in subset], [products[i] for i in subset]
@@ -60,7 +60,9 @@ class StepTimes:
                     continue
                 # At the least-squares solution of a subset this is how much of the squared error it explains.
                 gain = sum(value * products[i] for i, value in zip(subset, solution, strict=True))
-                if gain > best_gain:
+                # Of fits that explain as much, the one with more terms, then with earlier ones: a term of which only
+                # faint memories are left stays, and what one sequence adds to each step counts as fixed cost.
+                if gain > best_gain * (1 + 1e-9):
                     best, best_gain = [0.0] * len(known), gain
                     for i, value in zip(subset, solution, strict=True):
                         best[i] = value

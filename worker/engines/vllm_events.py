@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _MEDIUM = "GPU"
 """vLLM's name for the engine's own pool, on CPU builds too."""
 _END_SEQ = (-1).to_bytes(8, "big", signed=True)
+_SUBSCRIBE_TIMEOUT_S = 5.0
 _REPLAY_TIMEOUT_S = 2.0
 """The publisher looks at its replay socket every 0.1 s when idle; past this the hole is repaired from the pool."""
 # Field order of the array encoding (vLLM before 0.26); the map encoding has the same names.
@@ -260,13 +261,20 @@ class EventStream:
         """Resident blocks that were stored without a key; see `EventTranslator`."""
         return self._translator.num_left_out
 
-    def start(self) -> None:
-        """Subscribe. The sockets must be bound by now, or the first batches are seen late."""
+    async def start(self) -> None:
+        """Subscribe to a publisher that is bound by now. What it publishes from here on is seen."""
         self._context = zmq.asyncio.Context()
         subscriber = self._context.socket(zmq.SUB)
         subscriber.set_hwm(0)
         subscriber.subscribe(b"")
+        monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         subscriber.connect(self._endpoint)
+        try:
+            async with asyncio.timeout(_SUBSCRIBE_TIMEOUT_S):
+                await monitor.recv_multipart()
+        except TimeoutError:
+            logger.warning("KV events: no subscription within %.1f s, going on without", _SUBSCRIBE_TIMEOUT_S)
+        subscriber.disable_monitor()
         self._task = asyncio.create_task(self._follow(subscriber), name="kv-events")
 
     async def close(self) -> None:
