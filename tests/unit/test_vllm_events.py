@@ -18,11 +18,12 @@ from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, CacheScheme
 from worker.engines.base import BlockChange
 
-zmq = pytest.importorskip("zmq")
+pytest.importorskip("zmq")
 
-import zmq.asyncio  # noqa: E402
+import zmq
+import zmq.asyncio
 
-from worker.engines.vllm_events import EventStream, EventTranslator, PoolSnapshot, decode_batch  # noqa: E402
+from worker.engines.vllm_events import EventStream, EventTranslator, PoolSnapshot, decode_batch
 
 SCHEME = CacheScheme("m", 4)
 # A batch as vLLM 0.32 published it for a prompt of two blocks of 4 and one evicted block; ids and hashes shortened.
@@ -207,7 +208,7 @@ class Publisher:
     num_forgotten: int = 0
 
     def bind(self) -> None:
-        self.pub = self.context.socket(zmq.PUB)
+        self.pub = self.context.socket(zmq.XPUB)  # a PUB that tells of its subscribers
         self.pub.bind(self.endpoint)
         self.router = self.context.socket(zmq.ROUTER)
         self.router.bind(self.replay_endpoint)
@@ -258,14 +259,15 @@ class Told:
 
 @asynccontextmanager
 async def following(
-    endpoints: tuple[str, str], fetch_snapshot: Any = None
+    endpoints: tuple[str, str], fetch_snapshot: Any = None, quiet_s: float = 100.0
 ) -> AsyncIterator[tuple[Publisher, EventStream, Told]]:
     publisher = Publisher(*endpoints)
     publisher.bind()
     told = Told()
-    stream = EventStream(SCHEME, *endpoints, told, fetch_snapshot)
+    stream = EventStream(SCHEME, *endpoints, told, fetch_snapshot, quiet_s=quiet_s)
     await stream.start()
     try:
+        await publisher.pub.recv_multipart()  # the subscription
         yield publisher, stream, told
     finally:
         await stream.close()
@@ -336,6 +338,11 @@ class TestStream:
         async with following(endpoints) as (publisher, stream, _):
             await publisher.publish(stored([1], range(4)), is_lost=True)
             assert await stream.resident() == set(keys(range(4)))
+
+    async def test_a_lost_last_batch_is_found_in_a_quiet_time(self, endpoints: tuple[str, str]):
+        async with following(endpoints, quiet_s=0.05) as (publisher, _, told):
+            await publisher.publish(stored([1], range(4)), is_lost=True)
+            assert await told.until(1) == [BlockChange(keys(range(4)))]
 
     async def test_bytes_that_are_no_batch_are_repaired(self, endpoints: tuple[str, str]):
         async with following(endpoints) as (publisher, stream, told):

@@ -13,7 +13,7 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import fields
 from importlib import metadata
@@ -93,13 +93,8 @@ class VllmEngine:
             self._watch_processes(loop)
             await self._llm.get_supported_tasks()  # asked now, so that later submits do not wait for the answer
             fetch_snapshot = self._fetch_snapshot if self._has_plugin else None
-            events_config = config.kv_events_config
             self._events = EventStream(
-                self._options.scheme,
-                events_config.endpoint,
-                events_config.replay_endpoint,
-                self._on_blocks,
-                fetch_snapshot,
+                self._options.scheme, *_event_endpoints(self._folder), self._on_blocks, fetch_snapshot
             )
             await self._events.start()
         except ConfigError:
@@ -109,7 +104,9 @@ class VllmEngine:
             cause = self._logged_cause() or f"{type(error).__name__}: {error}"
             await self.close()
             raise EngineError(f"vLLM did not start: {cause}") from error
-        self._num_blocks = config.cache_config.num_gpu_blocks - 1  # one is vLLM's placeholder
+        num_blocks = config.cache_config.num_gpu_blocks
+        assert num_blocks is not None
+        self._num_blocks = num_blocks - 1  # one is vLLM's placeholder
         self._max_model_len_tokens = config.model_config.max_model_len
         return EngineInfo(
             name=_distribution(),
@@ -212,11 +209,12 @@ class VllmEngine:
 
             known = {argument.name for argument in fields(AsyncEngineArgs)}
             arguments = engine_arguments(self._options, known, is_cpu=current_platform.is_cpu())
+            endpoint, replay_endpoint = _event_endpoints(folder)
             arguments["kv_events_config"] = KVEventsConfig(
                 enable_kv_cache_events=True,
                 publisher="zmq",
-                endpoint=f"ipc://{folder}/events",
-                replay_endpoint=f"ipc://{folder}/replay",
+                endpoint=endpoint,
+                replay_endpoint=replay_endpoint,
                 buffer_steps=_REPLAY_BATCHES,
             )
             log_level = vllm_log_level(self._options.log_level)
@@ -428,6 +426,11 @@ def _finish_reason(reason: str | None) -> FinishReason | None:
         raise EngineError(f"the engine ended the request with {reason!r}") from None
 
 
+def _event_endpoints(folder: Path) -> tuple[str, str]:
+    """Where the engine publishes its KV events, and where it publishes them again when asked."""
+    return f"ipc://{folder}/events", f"ipc://{folder}/replay"
+
+
 def _distribution() -> str:
     for name in _DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
@@ -436,7 +439,7 @@ def _distribution() -> str:
 
 
 @contextmanager
-def _environment(variables: dict[str, str]) -> Any:
+def _environment(variables: dict[str, str]) -> Iterator[None]:
     """Set environment variables for children that are started meanwhile."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

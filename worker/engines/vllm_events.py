@@ -238,12 +238,15 @@ class EventStream:
         replay_endpoint: str,
         on_blocks: OnBlocks,
         fetch_snapshot: FetchSnapshot | None,
+        *,
+        quiet_s: float = 5.0,
     ) -> None:
         self._translator = EventTranslator(scheme)
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._on_blocks = on_blocks
         self._fetch_snapshot = fetch_snapshot
+        self._quiet_s = quiet_s
         self._next_seq = 0
         self._lock = asyncio.Lock()
         self._context: zmq.asyncio.Context | None = None
@@ -262,7 +265,7 @@ class EventStream:
         return self._translator.num_left_out
 
     async def start(self) -> None:
-        """Subscribe to a publisher that is bound by now. What it publishes from here on is seen."""
+        """Subscribe to a publisher that is bound by now."""
         self._context = zmq.asyncio.Context()
         subscriber = self._context.socket(zmq.SUB)
         subscriber.set_hwm(0)
@@ -305,10 +308,15 @@ class EventStream:
 
     async def _follow(self, subscriber: zmq.asyncio.Socket) -> None:
         while True:
-            *_, seq, payload = await subscriber.recv_multipart()
+            is_quiet = not await subscriber.poll(self._quiet_s * 1000)
             async with self._lock:
                 try:
-                    await self._receive(int.from_bytes(seq, "big"), payload)
+                    if is_quiet:
+                        # A lost last batch shows no hole: ask whether there is more than has come.
+                        await self._replay()
+                    else:
+                        *_, seq, payload = await subscriber.recv_multipart()
+                        await self._receive(int.from_bytes(seq, "big"), payload)
                 except EngineError as error:
                     logger.warning("KV events: cannot ask the engine's pool: %s", error)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shared.errors import ConfigError
 from shared.types import CacheScheme
@@ -121,9 +121,11 @@ def check_context_fits(options: VllmOptions, context_tokens: int) -> None:
         )
 
 
-def vllm_log_level(log_level: str) -> str:
+def vllm_log_level(log_level: str) -> Literal["INFO", "WARNING", "ERROR"]:
     """vLLM's level for a level of ours: one stricter, since it warns a dozen times in a healthy start."""
-    return {"debug": "INFO", "info": "WARNING"}.get(log_level, "ERROR")
+    if log_level == "debug":
+        return "INFO"
+    return "WARNING" if log_level == "info" else "ERROR"
 
 
 def logging_config_file(folder: Path, level: str) -> tuple[Path, Path]:

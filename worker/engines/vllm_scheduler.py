@@ -10,7 +10,7 @@ import inspect
 import time
 from functools import reduce
 from operator import xor
-from typing import Any
+from typing import Any, cast
 
 import vllm
 from vllm.config import VllmConfig
@@ -111,7 +111,7 @@ def _serve(engine_core: Any, operation: str) -> Any:
     return getattr(engine_core.scheduler, f"kvr_{operation}")()
 
 
-class _CountingPublisher:
+class _CountingPublisher(EventPublisher):
     """Counts what goes through to vLLM's publisher, whose sequence numbers count the same from 0."""
 
     def __init__(self, publisher: EventPublisher) -> None:
@@ -122,27 +122,32 @@ class _CountingPublisher:
         self._publisher.publish(events)
         self.num_published += 1
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._publisher, name)
+    def shutdown(self) -> None:
+        self._publisher.shutdown()
+
+    def get_publisher_config(self) -> Any:
+        return self._publisher.get_publisher_config()
 
 
 class _KeyedPoolMixin:
     """A scheduler whose pool is ours."""
 
     kv_cache_manager: KVCacheManager
+    kv_event_publisher: EventPublisher
 
     def __init__(self, vllm_config: VllmConfig, **kwargs: Any) -> None:
         super().__init__(vllm_config=vllm_config, **kwargs)  # type: ignore[call-arg]
         config = vllm_config.additional_config[CONFIG_KEY]  # type: ignore[index]
         scheme = CacheScheme(config["model"], config["block_size_tokens"], config["key_version"])
         self._kvr_pool = KeyedBlockPool.adopt(self.kv_cache_manager, config["rule"], scheme)
-        self.kv_event_publisher = _CountingPublisher(self.kv_event_publisher)  # type: ignore[has-type]
+        self._kvr_publisher = _CountingPublisher(self.kv_event_publisher)
+        self.kv_event_publisher = self._kvr_publisher
 
     def kvr_snapshot(self) -> dict[str, Any]:
         """The pool's content at an exact place in the event stream: after the first `num_published` batches."""
         self._kvr_publish()
         hashes, keys = self._kvr_pool.snapshot()
-        return {"num_published": self.kv_event_publisher.num_published, "hashes": hashes, "keys": b"".join(keys)}
+        return {"num_published": self._kvr_publisher.num_published, "hashes": hashes, "keys": b"".join(keys)}
 
     def kvr_digest(self) -> dict[str, Any]:
         """A checksum of the same content: all keys, as big-endian numbers, exclusive-ored."""
@@ -151,7 +156,7 @@ class _KeyedPoolMixin:
         distinct = set(keys)
         digest = reduce(xor, (int.from_bytes(key, "big") for key in distinct), 0)
         return {
-            "num_published": self.kv_event_publisher.num_published,
+            "num_published": self._kvr_publisher.num_published,
             "num_keys": len(distinct),
             "digest": digest.to_bytes(16, "big"),
         }
@@ -166,7 +171,7 @@ class _KeyedPoolMixin:
     def _kvr_publish(self) -> None:
         """vLLM publishes with a step only; what waits for one goes out now."""
         if events := self.kv_cache_manager.take_events():
-            self.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
+            self._kvr_publisher.publish(KVEventBatch(ts=time.time(), events=cast(list[Any], events)))
 
 
 class _KeyedScheduler(_KeyedPoolMixin, Scheduler):
