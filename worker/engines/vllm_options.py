@@ -128,13 +128,11 @@ def vllm_log_level(log_level: str) -> Literal["INFO", "WARNING", "ERROR"]:
     return "WARNING" if log_level == "info" else "ERROR"
 
 
-def logging_config_file(folder: Path, level: str) -> tuple[Path, Path]:
-    """Write a logging configuration for vLLM into `folder`: its own lines to stderr, and errors to a file as well.
+def logging_config_file(folder: Path, level: str, errors: Path) -> Path:
+    """Write a logging configuration for vLLM into `folder`: its lines to stderr, and errors to a file as well.
 
-    Returns the configuration and the file of errors, which appears with the first one. An engine that dies in another
-    process leaves its cause there.
+    An engine that dies in another process leaves its cause there and nowhere else.
     """
-    errors = folder / "errors.log"
     config = {
         "version": 1,
         "disable_existing_loggers": False,
@@ -163,7 +161,7 @@ def logging_config_file(folder: Path, level: str) -> tuple[Path, Path]:
     }
     path = folder / "logging.json"
     path.write_text(json.dumps(config))
-    return path, errors
+    return path
 
 
 def _check_passed_through(engine_args: Mapping[str, Any], known_arguments: set[str]) -> dict[str, Any]:
