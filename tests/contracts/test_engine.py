@@ -158,7 +158,7 @@ async def test_stats_count_what_runs_and_what_waits(engine: EngineUnderTest):
 
     await asyncio.gather(*(read(request) for request in requests))
     assert max(running for running, _ in seen) == max_num_seqs
-    assert max(waiting for _, waiting in seen) == 3
+    assert max(waiting for _, waiting in seen) >= 3
     assert all(running + waiting <= len(requests) for running, waiting in seen)
     fit = engine.engine.stats().step_fit
     assert fit.step_s + fit.prefill_s_per_token + fit.decode_s_per_seq > 0

@@ -273,10 +273,9 @@ class VllmEngine:
         assert self._llm is not None
         if self._is_closing or self._death.done():
             return
-        code = process.exitcode
-        ending = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        process.join(0.1)  # its pipe closes a moment before its exit code is there
         cause = logged_cause(self._folder) if self._folder is not None else None
-        reason = f"the engine's process ended with {ending}" + (f": {cause}" if cause else "")
+        reason = f"the engine's process ended{_ending(process.exitcode)}" + (f": {cause}" if cause else "")
         logger.error("%s", reason)
         self._death.set_result(reason)
         self._llm.output_processor.propagate_error(EngineDeadError())
@@ -286,8 +285,15 @@ class VllmEngine:
         return self._death.result() if self._death is not None and self._death.done() else None
 
 
+def _ending(exit_code: int | None) -> str:
+    if exit_code is None:
+        return ""
+    return f" with {signal.Signals(-exit_code).name}" if exit_code < 0 else f" with exit code {exit_code}"
+
+
 def _sampling_params(sampling: Sampling) -> SamplingParams:
     """Raises `InvalidRequest` if vLLM finds a value out of range."""
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     try:
@@ -307,7 +313,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-    except ValueError as error:
+    except (VLLMClientError, ValueError) as error:
         raise InvalidRequest(str(error)) from error
 
 
