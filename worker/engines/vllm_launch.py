@@ -1,0 +1,180 @@
+"""Turns options into a running vLLM: configuration, plugin or not, environment and log of the engine's process.
+
+Everything here blocks, for seconds or longer, and is called in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from worker.engines.vllm_options import (
+    VllmOptions,
+    check_context_fits,
+    engine_arguments,
+    logging_config_file,
+    vllm_log_level,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+_ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b(?::.*)?$", re.MULTILINE)
+_REPLAY_BATCHES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """All that is known before the engine's process starts."""
+
+    config: VllmConfig
+    endpoint: str
+    """Where the engine publishes its KV events."""
+    replay_endpoint: str
+    """Where it publishes them again when asked."""
+    fallback_reason: str | None
+    """Why the asked eviction rule will not be in force; None if it will."""
+    has_plugin: bool
+
+
+def prepare_launch(options: VllmOptions, folder: Path) -> Launch:
+    """Everything that vLLM can check before it starts a process. Imports vLLM.
+
+    Raises:
+        ConfigError: an option does not work, here or at all.
+        Exception: whatever vLLM raises on a model or a value that it does not take.
+    """
+    with _environment(_child_environment(options)):
+        from vllm.config import KVEventsConfig
+        from vllm.config.logging import LoggingConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+
+        known = {argument.name for argument in fields(AsyncEngineArgs)}
+        arguments = engine_arguments(options, known, is_cpu=current_platform.is_cpu())
+        events = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"ipc://{folder}/events",
+            replay_endpoint=f"ipc://{folder}/replay",
+            buffer_steps=_REPLAY_BATCHES,
+        )
+        arguments["kv_events_config"] = events
+        log_level = vllm_log_level(options.log_level)
+        log_config = logging_config_file(folder, log_level, error_file(folder))
+        arguments.setdefault(
+            "logging_config", LoggingConfig(log_level=log_level, pylogging_config_file=str(log_config))
+        )
+        fallback_reason = None
+        if options.eviction != "stock":
+            fallback_reason = _plug_in(options, arguments)
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+    check_context_fits(options, config.model_config.max_model_len)
+    return Launch(
+        config,
+        events.endpoint,
+        str(events.replay_endpoint),
+        fallback_reason,
+        has_plugin=options.eviction != "stock" and fallback_reason is None,
+    )
+
+
+def launch(options: VllmOptions, prepared: Launch, record_step: Callable[[SchedulerStats], None]) -> AsyncLLM:
+    """Start the engine's process and wait until the model is loaded.
+
+    Raises:
+        Exception: whatever vLLM raises; the cause is often only in the process's log, see `logged_cause`.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with _environment(_child_environment(options)):
+        return AsyncLLM.from_vllm_config(
+            prepared.config, stat_loggers=[_recorder_type(record_step)], disable_log_stats=True
+        )
+
+
+def error_file(folder: Path) -> Path:
+    """Where the engine's process logs its errors; appears with the first one."""
+    return folder / "errors.log"
+
+
+def logged_cause(folder: Path) -> str | None:
+    """The first exception that the engine's process logged."""
+    try:
+        logged = error_file(folder).read_text(errors="replace")
+    except OSError:
+        return None
+    found = _ERROR_LINE.search(logged)
+    return found[0] if found else None
+
+
+def _plug_in(options: VllmOptions, arguments: dict[str, Any]) -> str | None:
+    """Add our block pool to the arguments, or say why not. Modifies `arguments`."""
+    try:
+        from worker.engines import vllm_scheduler
+
+        reason = vllm_scheduler.check_surface()
+    except ImportError as error:
+        reason = f"this vLLM lacks what the plugin imports: {error}"
+    if reason is not None:
+        logger.error("eviction rule %s is NOT in force, vLLM's own pool is used: %s", options.eviction, reason)
+        return reason
+    arguments["scheduler_cls"] = vllm_scheduler.QUALIFIED_NAME
+    arguments["additional_config"] = vllm_scheduler.plugin_config(options.scheme, options.eviction)
+    return None
+
+
+def _child_environment(options: VllmOptions) -> dict[str, str]:
+    """What vLLM can only be told by its environment."""
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(options.start_timeout_s))),
+        # A forked child would inherit this process's threads' locks and event loop.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if options.cpu_threads is not None:
+        environment["OMP_NUM_THREADS"] = str(options.cpu_threads)
+    return environment
+
+
+def _recorder_type(record_step: Callable[[SchedulerStats], None]) -> Any:
+    """A stat logger that passes each step on, as vLLM wants it: something that makes one."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Recorder(StatLoggerBase):
+        def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: SchedulerStats | None, *args: Any, **kwargs: Any) -> None:
+            if scheduler_stats is not None:
+                record_step(scheduler_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Recorder
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for children that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,227 @@
+"""vLLM's own block pool under our eviction rule. Runs inside the engine's process; private to `vllm_scheduler`.
+
+The pool object that vLLM made is kept and given a subclass, since many parts of vLLM hold references to it. Everything
+that is not eviction order, events and keys stays vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+    maybe_convert_block_hash,
+)
+from vllm.v1.request import Request
+
+from shared.types import BlockKey, CacheScheme
+from worker.engines.vllm_keys import chain_keys
+from worker.eviction import FreeBlocks
+
+
+class FreeQueue:
+    """Stands in for vLLM's `FreeKVCacheBlockQueue`: its blocks and methods, our order."""
+
+    def __init__(self, blocks: list[KVCacheBlock], free: FreeBlocks[BlockHashWithGroupId]) -> None:
+        self._blocks = blocks
+        self._free = free
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def popleft(self) -> KVCacheBlock:
+        return self._blocks[self._free.pop()]
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        return [self.popleft() for _ in range(n)]
+
+    def remove(self, block: KVCacheBlock) -> None:
+        self._free.remove(block.block_id)
+
+    def append(self, block: KVCacheBlock) -> None:
+        self._free.push([block.block_id])
+
+    def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self._free.push(block.block_id for block in blocks)
+
+    def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self._free.push_unhashed(block.block_id for block in blocks)
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        return [self._blocks[block] for block in self._free.in_order()]
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        """Free blocks that go after `cursor`; linear, and asked for by vLLM's KV offloading only."""
+        blocks = iter(self.get_all_free_blocks())
+        if cursor is not None:
+            for block in blocks:
+                if block is cursor:
+                    break
+        yield from blocks
+
+
+class KeyedBlockPool(BlockPool):
+    """A `BlockPool` that evicts by our rule, reports no event twice, and knows our key of each cached block.
+
+    Invariants: the set of stored less removed hashes in its events is exactly what it holds; `_keys` has an entry for
+    each cached block that tokens, salt and adapter describe, and for no other.
+    """
+
+    _free: FreeBlocks[BlockHashWithGroupId]
+    _scheme: CacheScheme
+    _keys: list[BlockKey | None]
+    _served_request: str | None
+
+    @classmethod
+    def adopt(cls, manager: KVCacheManager, rule: str, scheme: CacheScheme) -> KeyedBlockPool:
+        """Bring the manager's pool, all of whose blocks are free, under our rule.
+
+        Raises:
+            TypeError: the pool is not the one that this class extends, or it reports no events.
+        """
+        pool = manager.block_pool
+        if type(pool) is not BlockPool or not pool.enable_kv_cache_events:
+            raise TypeError(f"the engine's pool is a {type(pool).__name__}, not a BlockPool that reports events")
+        free_blocks = pool.free_block_queue.get_all_free_blocks()
+        pool.__class__ = cls
+        assert isinstance(pool, cls)
+        pool._free = FreeBlocks(rule, len(pool.blocks))
+        pool._free.push_unhashed(block.block_id for block in free_blocks)
+        pool._scheme = scheme
+        pool._keys = [None] * len(pool.blocks)
+        pool._served_request = None
+        pool.free_block_queue = FreeQueue(pool.blocks, pool._free)  # type: ignore[assignment]
+        pool._watch_allocations_of(manager)
+        return pool
+
+    # What vLLM calls.
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        """As vLLM's, and tells the rule. The event names only blocks whose hash was not cached already."""
+        if num_cached_blocks >= num_full_blocks:
+            return
+        num_known = 0
+        for block_hash in request.block_hashes[num_cached_blocks:num_full_blocks]:
+            if self.get_cached_block(block_hash, [kv_cache_group_id]) is None:
+                break
+            num_known += 1
+        super().cache_full_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
+        )
+        new_blocks = blocks[num_cached_blocks:num_full_blocks]
+        for block in new_blocks:
+            if block.block_hash is not None:
+                self._free.cache(block.block_id, block.block_hash, request.request_id)
+        event = self.kv_event_queue[-1]
+        assert isinstance(event, BlockStored)
+        if kv_cache_group_id == 0 and len(event.block_hashes) == len(new_blocks) and block_size == self.hash_block_size:
+            self._set_keys(new_blocks, blocks[num_cached_blocks - 1] if num_cached_blocks else None, event)
+            if num_known == len(new_blocks):
+                self.kv_event_queue.pop()
+            elif num_known:
+                _drop_leading(event, num_known)
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """As vLLM's, and tells the rule for which request."""
+        blocks = list(blocks)
+        if self._served_request is not None:
+            for block in blocks:
+                if block.block_hash is not None:
+                    self._free.use(block.block_hash, self._served_request)
+        super().touch(blocks)
+
+    def reset_prefix_cache(self) -> bool:
+        """As vLLM's: all or, while a block is in use, nothing."""
+        is_reset: bool = super().reset_prefix_cache()
+        if is_reset:
+            self._free.clear_keys()
+            self._keys = [None] * len(self.blocks)
+        return is_reset
+
+    def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
+        removed: list[BlockHashWithGroupId] = super()._remove_cached_block_hashes(block)
+        if removed:
+            self._free.uncache(block.block_id)
+            self._keys[block.block_id] = None
+        return removed
+
+    def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:
+        """Stock vLLM says removed for each copy, while another one still serves the hash."""
+        gone = [each for each in block_hashes if self.cached_block_hash_to_block.get_one_block(each) is None]
+        super()._emit_block_removed_events(gone)
+
+    # What the scheduler asks on our behalf.
+
+    def snapshot(self) -> tuple[list[bytes | int], list[BlockKey]]:
+        """Hash, as in events, and key of every block that can be served now. Linear; does not modify."""
+        hash_to_key: dict[bytes | int, BlockKey] = {}
+        for block in self.blocks:
+            key = self._keys[block.block_id]
+            if key is not None and block.block_hash is not None:
+                hash_to_key[maybe_convert_block_hash(get_block_hash(block.block_hash))] = key
+        return list(hash_to_key), list(hash_to_key.values())
+
+    def evict_all_free(self) -> None:
+        """Drop what is cached and not in use. Linear; modifies."""
+        for block_id in self._free.in_order():
+            self._maybe_evict_cached_block(self.blocks[block_id])
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts of blocks by class: unhashed, private, shared."""
+        return {
+            "num_free": list(self._free.num_free),
+            "num_evicted": list(self._free.num_evicted),
+            "num_cached": self._free.num_keys,
+        }
+
+    def _watch_allocations_of(self, manager: KVCacheManager) -> None:
+        """`touch` is not told for whom; the call that leads there is, so remember it for its duration."""
+        allocate_slots = manager.allocate_slots
+
+        def allocate_slots_for(request: Request, *args: Any, **kwargs: Any) -> Any:
+            self._served_request = request.request_id
+            try:
+                return allocate_slots(request, *args, **kwargs)
+            finally:
+                self._served_request = None
+
+        manager.allocate_slots = allocate_slots_for  # type: ignore[method-assign]
+
+    def _set_keys(self, blocks: list[KVCacheBlock], parent: KVCacheBlock | None, event: BlockStored) -> None:
+        if event.block_size != self._scheme.block_size_tokens:
+            return
+        keys = chain_keys(
+            self._scheme,
+            None if parent is None else self._keys[parent.block_id],
+            is_first=parent is None,
+            token_ids=event.token_ids,
+            extra_keys=event.extra_keys,
+            adapter=event.lora_name,
+        )
+        for block, key in zip(blocks, keys, strict=True):
+            self._keys[block.block_id] = key
+
+
+def _drop_leading(event: BlockStored, num_known: int) -> None:
+    """Cut the blocks off an event that were cached before; of a prompt's blocks those always lead."""
+    event.parent_block_hash = event.block_hashes[num_known - 1]
+    event.block_hashes = event.block_hashes[num_known:]
+    event.token_ids = event.token_ids[num_known * event.block_size :]
+    if event.extra_keys is not None:
+        event.extra_keys = event.extra_keys[num_known:]
