@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,12 +106,17 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code says how it went."""
     arguments = build_parser().parse_args(_kebab(sys.argv[1:] if argv is None else argv))
-    from router import commands
+    from shared.config import load_settings
     from shared.errors import ConfigError, KvrouteError
 
     try:
         flags, own = _split(vars(arguments))
-        return commands.run(arguments.command, flags, own, dict(os.environ), say=_say, show=print)
+        settings = load_settings(flags=flags, environment=os.environ, file=own["config"])
+        if not settings.ray_address:
+            _lock_own_ray()
+        from router import commands
+
+        return commands.run(arguments.command, settings, frozenset(flags), own, say=_say, show=print)
     except ConfigError as error:
         _say(f"error: {error}")
         return EXIT_USAGE
@@ -160,6 +166,13 @@ def _split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         except ValueError as error:
             raise ConfigError(f"--engine-args: not JSON: {error}") from None
     return flags, own
+
+
+def _lock_own_ray() -> None:
+    """Let a Ray that this process starts take calls of this process alone. Ray reads the token when it is imported."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if os.environ["RAY_AUTH_MODE"] == "token":
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _say(line: str) -> None:

@@ -18,7 +18,7 @@ from router.batch import BatchLimits, BatchReport, PreparedBatch, prepare_batch,
 from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
 from router.status import deployment_state
-from shared.config import Settings, load_settings
+from shared.config import Settings
 from shared.errors import ConfigError
 from shared.telemetry import set_up_logging
 
@@ -45,22 +45,22 @@ class Invocation:
 
 def run(
     command: str,
-    flags: Mapping[str, Any],
+    settings: Settings,
+    given: frozenset[str],
     own: Mapping[str, Any],
-    environment: Mapping[str, str],
     *,
     say: Say,
     show: Callable[[str], None],
 ) -> int:
     """Run one command and give its exit code. `say` takes talk for people, `show` takes results."""
-    settings = load_settings(flags=flags, environment=environment, file=own["config"])
     set_up_logging(settings.log_level, settings.log_format)
-    return asyncio.run(_COMMANDS[command](Invocation(settings, frozenset(flags), own, say, show)))
+    return asyncio.run(_COMMANDS[command](Invocation(settings, given, own, say, show)))
 
 
 async def _batch(call: Invocation) -> int:
     run = _run_to_attach(call)
     settings = _with_run(call.settings, run)
+    launch.require_model(settings)
     # Nothing is started for a batch that cannot be run.
     prepared = await asyncio.to_thread(
         prepare_batch,

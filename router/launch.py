@@ -282,9 +282,14 @@ async def _connect_directory(redis_url: str, settings: Settings) -> Directory:
         raise ConfigError(f"--redis-url: {error}") from None
 
 
-async def _prepare_model(settings: Settings, say: Say) -> Path:
+def require_model(settings: Settings) -> None:
+    """Raises `ConfigError` where no model is named."""
     if not settings.model:
         raise ConfigError("--model: needed: a Hugging Face name, a local folder, smollm2 or tiny")
+
+
+async def _prepare_model(settings: Settings, say: Say) -> Path:
+    require_model(settings)
     say(f"preparing model {settings.model}")
     return await asyncio.to_thread(prepare_model, settings.model, settings.model_cache_dir)
 

@@ -23,7 +23,7 @@ from shared.errors import ConfigError
 MARKER_VARIABLE = "_KVROUTE_MARKER"
 """Environment variable that names the run a process belongs to. Not a setting: it has another prefix."""
 _FILE_NAME = "kvroute.json"
-_GRACE_S = 15.0
+_GRACE_S = 3.0
 """How long processes may take to end by themselves before they are killed."""
 
 
