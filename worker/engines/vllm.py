@@ -175,6 +175,13 @@ class VllmEngine:
         """Blocks free and evicted by class (unhashed, private, shared), and cached keys; empty on a stock pool."""
         return await self._ask("statistics") if self._has_plugin else {}
 
+    async def pool_digest(self) -> tuple[int, bytes] | None:
+        """Number of resident keys and all of them exclusive-ored, for slow comparison; None on a stock pool."""
+        if not self._has_plugin:
+            return None
+        answer = await self._ask("digest")
+        return answer["num_keys"], answer["digest"]
+
     async def close(self) -> None:
         self._is_closing = True
         self._unwatch_processes()
