@@ -119,7 +119,7 @@ class VllmEngine:
         params = _sampling_params(request.sampling)
         assert self._meter is not None
         self._live.add(request.request)
-        self._meter.submitted()
+        self._meter.submitted(num_unfinished=self._num_unfinished())
         try:
             prompt = tokens_input(request.token_ids, cache_salt=request.salt or None)
             stream = llm.generate(prompt, params, request.request, priority=request.priority)
