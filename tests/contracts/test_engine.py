@@ -232,6 +232,11 @@ async def test_a_failed_start_names_the_cause(tmp_path: Path):
         await engine.start()
 
 
+async def test_a_start_that_fails_in_the_engines_process_names_the_cause_too(tmp_path: Path):
+    with pytest.raises(EngineError, match="vLLM did not start: ValueError: Available memory on node"):
+        await start_vllm(tmp_path, kv_cache_blocks=None, kv_cache_bytes=1 << 50)
+
+
 async def test_a_pool_too_small_for_the_context_is_refused_before_the_start(tmp_path: Path):
     with pytest.raises(ConfigError, match="--kv-cache-blocks: 4 blocks of 32 tokens hold 128 tokens, less than one"):
         await start_vllm(tmp_path, kv_cache_blocks=4)

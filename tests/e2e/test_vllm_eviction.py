@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import reduce
+from operator import xor
 
 import pytest
 
@@ -40,6 +42,15 @@ async def test_a_shared_system_prompt_survives_a_flood_only_where_the_rule_says_
         statistics = await engine.engine.pool_statistics()
         assert statistics["num_evicted"][2] == 0
         assert statistics["num_evicted"][1] > NUM_BLOCKS
+
+
+async def test_a_digest_of_the_pool_is_that_of_the_resident_keys(vllm_engine: EngineUnderTest):
+    if vllm_engine.info is not None and vllm_engine.info.eviction == "stock":
+        pytest.skip("a stock pool has no keys of ours")
+    await vllm_engine.ask(tokens(random.Random(9), NUM_SHARED_TOKENS))
+    resident = await vllm_engine.engine.resident()
+    digest = await vllm_engine.engine.pool_digest()
+    assert digest == (len(resident), reduce(xor, (int.from_bytes(key, "big") for key in resident)).to_bytes(16, "big"))
 
 
 async def test_answers_vary_and_depend_on_the_first_block(vllm_engine: EngineUnderTest):

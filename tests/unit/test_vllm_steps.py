@@ -33,10 +33,10 @@ def test_the_first_step_begins_with_the_submit_and_later_ones_with_the_report(cl
     meter = StepMeter(clock)
     for idle_s in (100.0, 0.0, 7.0):
         clock.now_s += idle_s
-        meter.submitted()
+        meter.submitted(num_unfinished=0)
         step(meter, clock, 0.010 + 0.001 * 200, prefill=200, decode=0, unfinished=1)
         step(meter, clock, 0.010 + 0.002 * 1, prefill=0, decode=1, unfinished=1)
-        meter.submitted()  # runs beside the other: the step under way began earlier
+        meter.submitted(num_unfinished=1)  # runs beside the other: the step under way began earlier
         step(meter, clock, 0.010 + 0.002 * 1, prefill=0, decode=1, unfinished=2)
         step(meter, clock, 0.010 + 0.001 * 50 + 0.002, prefill=50, decode=1, unfinished=2)
         step(meter, clock, 0.010 + 0.002 * 2, prefill=0, decode=2, unfinished=0)
@@ -49,9 +49,18 @@ def test_the_first_step_begins_with_the_submit_and_later_ones_with_the_report(cl
 
 def test_a_step_without_tokens_is_not_counted(clock: Clock):
     meter = StepMeter(clock)
-    meter.submitted()
+    meter.submitted(num_unfinished=0)
     step(meter, clock, 5.0, prefill=0, decode=0, unfinished=0)
     assert meter.fit() == StepFit()
+
+
+def test_a_submit_that_came_to_nothing_does_not_lengthen_the_next_step(clock: Clock):
+    meter = StepMeter(clock)
+    meter.submitted(num_unfinished=0)  # and refused
+    clock.now_s += 100
+    meter.submitted(num_unfinished=0)
+    step(meter, clock, 0.5, prefill=0, decode=1, unfinished=0)
+    assert meter.fit() == StepFit(step_s=0.5)
 
 
 def test_reports_of_an_engine_that_was_never_given_anything_are_not_counted(clock: Clock):

@@ -119,7 +119,7 @@ class VllmEngine:
         params = _sampling_params(request.sampling)
         assert self._meter is not None
         self._live.add(request.request)
-        self._meter.submitted()
+        self._meter.submitted(num_unfinished=self._num_unfinished())
         try:
             prompt = tokens_input(request.token_ids, cache_salt=request.salt or None)
             stream = llm.generate(prompt, params, request.request, priority=request.priority)
@@ -174,6 +174,13 @@ class VllmEngine:
     async def pool_statistics(self) -> dict[str, Any]:
         """Blocks free and evicted by class (unhashed, private, shared), and cached keys; empty on a stock pool."""
         return await self._ask("statistics") if self._has_plugin else {}
+
+    async def pool_digest(self) -> tuple[int, bytes] | None:
+        """Number of resident keys and all of them exclusive-ored, for slow comparison; None on a stock pool."""
+        if not self._has_plugin:
+            return None
+        answer = await self._ask("digest")
+        return answer["num_keys"], answer["digest"]
 
     async def close(self) -> None:
         self._is_closing = True

@@ -220,6 +220,12 @@ class _NetChange:
         return BlockChange(tuple(self._stored), tuple(self._removed), self._is_reset)
 
 
+async def _next_batch(subscriber: zmq.asyncio.Socket) -> tuple[int, bytes]:
+    """Sequence number and payload."""
+    *_, seq, payload = await subscriber.recv_multipart()
+    return int.from_bytes(seq, "big"), payload
+
+
 FetchSnapshot = Callable[[], Awaitable[PoolSnapshot]]
 
 
@@ -250,6 +256,7 @@ class EventStream:
         self._next_seq = 0
         self._lock = asyncio.Lock()
         self._context: zmq.asyncio.Context | None = None
+        self._subscriber: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
         self.num_replays = 0
         self.num_rebuilds = 0
@@ -267,7 +274,7 @@ class EventStream:
     async def start(self) -> None:
         """Subscribe to a publisher that is bound by now."""
         self._context = zmq.asyncio.Context()
-        subscriber = self._context.socket(zmq.SUB)
+        subscriber = self._subscriber = self._context.socket(zmq.SUB)
         subscriber.set_hwm(0)
         subscriber.subscribe(b"")
         monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -278,6 +285,7 @@ class EventStream:
         except TimeoutError:
             logger.warning("KV events: no subscription within %.1f s, going on without", _SUBSCRIBE_TIMEOUT_S)
         subscriber.disable_monitor()
+        monitor.close(linger=0)
         self._task = asyncio.create_task(self._follow(subscriber), name="kv-events")
 
     async def close(self) -> None:
@@ -285,6 +293,8 @@ class EventStream:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._subscriber is not None:
+            self._subscriber.close(linger=0)
         if self._context is not None:
             self._context.destroy(linger=0)
 
@@ -307,18 +317,16 @@ class EventStream:
         self._tell(self._translator.clear())
 
     async def _follow(self, subscriber: zmq.asyncio.Socket) -> None:
-        while True:
-            is_quiet = not await subscriber.poll(self._quiet_s * 1000)
-            async with self._lock:
-                try:
-                    if is_quiet:
-                        # A lost last batch shows no hole: ask whether there is more than has come.
-                        await self._replay()
-                    else:
-                        *_, seq, payload = await subscriber.recv_multipart()
-                        await self._receive(int.from_bytes(seq, "big"), payload)
-                except EngineError as error:
-                    logger.warning("KV events: cannot ask the engine's pool: %s", error)
+        try:
+            while True:
+                is_quiet = not await subscriber.poll(self._quiet_s * 1000)
+                async with self._lock:
+                    # A lost last batch shows no hole: in a quiet time ask whether there is more than has come.
+                    await (self._replay() if is_quiet else self._receive(*await _next_batch(subscriber)))
+        except Exception:
+            self._translator.refusal = "following the engine's events failed"
+            logger.exception("KV events: not cache-aware any more: %s", self._translator.refusal)
+            raise
 
     async def _receive(self, seq: int, payload: bytes) -> None:
         """Handle one batch from the subscription; what a replay or a snapshot already brought is dropped."""
@@ -367,10 +375,14 @@ class EventStream:
         self.num_rebuilds += 1
         if self._fetch_snapshot is not None:
             logger.warning("KV events: rebuilding the resident set from the pool: %s", cause)
-            await self._take_snapshot(self._fetch_snapshot)
-        else:
-            logger.warning("KV events: forgetting the resident set: %s", cause)
-            self._tell(self._translator.clear())
+            try:
+                await self._take_snapshot(self._fetch_snapshot)
+            except EngineError as error:
+                logger.warning("KV events: cannot ask the pool: %s", error)
+            else:
+                return
+        logger.warning("KV events: forgetting the resident set: %s", cause)
+        self._tell(self._translator.clear())
 
     async def _take_snapshot(self, fetch_snapshot: FetchSnapshot) -> None:
         """Batches before the snapshot are contained in it; `_receive` drops them if they are still to come."""

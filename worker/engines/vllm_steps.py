@@ -26,9 +26,9 @@ class StepMeter:
         self.kv_usage = 0.0
         """Share of the pool's blocks in use after the last step."""
 
-    def submitted(self) -> None:
-        """A request is on its way to the engine."""
-        if self._step_began_at is None:
+    def submitted(self, *, num_unfinished: int) -> None:
+        """A request is on its way to an engine with so many others."""
+        if self._step_began_at is None or num_unfinished == 0:
             self._step_began_at = self._clock()
 
     def stepped(
