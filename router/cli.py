@@ -31,6 +31,7 @@ _MODEL_FLAGS = (
     ("kv-cache-bytes", "BYTES", "Bytes of KV cache for each worker."),
     ("gpu-memory-utilization", "SHARE", "Share of a GPU's memory for the engine."),
     ("tensor-parallel-size", "N", "GPUs for each worker."),
+    ("gpus-per-worker", "N", "GPUs that Ray sets aside; a fraction lets workers share one."),
     ("dtype", "TYPE", "Weights' and cache's type, as vLLM names it."),
     ("eviction", "RULE", "Which cached blocks go first; stock: vLLM's own pool."),
     ("engine-args", "JSON", "Further vLLM engine arguments, as JSON."),

@@ -31,7 +31,7 @@ class WorkerResources:
     """What one worker asks of its node."""
 
     num_cpus: int
-    num_gpus: int
+    num_gpus: float
 
 
 def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, str]) -> None:
@@ -78,7 +78,7 @@ def check_resources(num_workers: int, resources: WorkerResources) -> None:
     for kind, need in (("CPU", resources.num_cpus * num_workers), ("GPU", resources.num_gpus * num_workers)):
         if need > have.get(kind, 0):
             raise ConfigError(
-                f"--workers: {num_workers} workers need {need} {kind}, the Ray cluster has {have.get(kind, 0):g}"
+                f"--workers: {num_workers} workers need {need:g} {kind}, the Ray cluster has {have.get(kind, 0):g}"
             )
 
 

@@ -28,6 +28,9 @@ _WORKER_SETTINGS: dict[str, Any] = {
     # which it matters where a request goes.
     "kv_cache_blocks": 84,
     "max_model_len": 2048,
+    # On a machine with one GPU both workers share it.
+    "gpus_per_worker": 0.5,
+    "gpu_memory_utilization": 0.4,
 }
 _MAX_IN_FLIGHT = 4
 """As many as the workers run at once, so that what is measured is routing and not a queue."""

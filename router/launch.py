@@ -17,8 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from worker.engines.demo_model import prepare_model
-
 from router import cluster, runfile
 from router.cluster import WorkerResources
 from router.policies import make_policy
@@ -36,6 +34,7 @@ from shared.transport.base import OnChange, WorkerClient
 from shared.transport.client import connect_worker
 from shared.types import CacheScheme, RouterId, WorkerId, WorkerInfo
 from worker.actor import WorkerActor
+from worker.engines.demo_model import prepare_model
 from worker.process import WorkerOptions
 
 Say = Callable[[str], None]
@@ -200,7 +199,8 @@ async def _start_workers(
     ids: tuple[str, ...] | None = None,
 ) -> dict[WorkerId, tuple[WorkerInfo, Any]]:
     """Start all workers and wait until each has told that it serves."""
-    resources = WorkerResources(num_cpus=1, num_gpus=settings.tensor_parallel_size if _is_gpu_build() else 0)
+    num_gpus = (settings.gpus_per_worker or settings.tensor_parallel_size) if _is_gpu_build() else 0
+    resources = WorkerResources(num_cpus=1, num_gpus=num_gpus)
     cluster.check_resources(settings.workers, resources)
     is_local = cluster.is_single_node()
     if not is_local and not settings.redis_url:

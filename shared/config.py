@@ -43,6 +43,9 @@ class Settings(BaseModel):
     kv_cache_bytes: int | None = Field(None, ge=1, description="Bytes of KV cache for each worker.")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of a GPU's memory for the engine.")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs for each worker.")
+    gpus_per_worker: float | None = Field(
+        None, gt=0, le=64, description="GPUs that Ray sets aside; a fraction lets workers share one."
+    )
     dtype: str = Field("auto", description="Weights' and cache's type, as vLLM names it.")
     eviction: EvictionName = Field("shared_first", description="Which cached blocks go first; stock: vLLM's own pool.")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="Further vLLM engine arguments, as JSON.")

@@ -207,7 +207,9 @@ class Session:
 
     def _build_frame(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        is_status_due = now_s + _SLACK_S >= self._status_at_s + self._timings.status_interval_s and not self._is_closed
+        # First tokens and ends change the load: the news of them and of the load belong together.
+        is_due = self._is_urgent or now_s + _SLACK_S >= self._status_at_s + self._timings.status_interval_s
+        is_status_due = is_due and not self._is_closed
         if not self._pending and not is_status_due:
             return
         if self._pending:
