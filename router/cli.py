@@ -67,6 +67,10 @@ _SERVING_GROUPS = (
 )
 
 
+_STARTING_COMMANDS = ("batch", "up", "demo")
+"""Commands that start a Ray of their own where none is named."""
+
+
 class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
@@ -113,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         flags, own = _split(vars(arguments))
         settings = load_settings(flags=flags, environment=os.environ, file=own["config"])
-        if not settings.ray_address:
+        if arguments.command in _STARTING_COMMANDS and not settings.ray_address:
             _lock_own_ray()
         from router import commands
 

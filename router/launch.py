@@ -74,7 +74,9 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
         redis_url = store.url if store is not None else settings.redis_url
         say("starting Ray" if not settings.ray_address else f"joining Ray at {settings.ray_address}")
         cluster.connect_ray(
-            settings.ray_address, num_local_cpus=settings.workers, environment=_worker_environment(marker)
+            settings.ray_address,
+            num_local_cpus=settings.workers,
+            environment=_worker_environment(marker, is_own_ray=not settings.ray_address),
         )
         stack.callback(cluster.leave_ray)
         secret = secrets.token_bytes(32)
@@ -176,7 +178,9 @@ async def _bring_up(
         await cluster.wait_for_head(head, ray_address, log_path, timeout_s=settings.start_timeout_s)
     run = replace(run, ray_address=ray_address)
     runfile.write_run(run_dir, run)
-    cluster.connect_ray(ray_address, num_local_cpus=0, environment=_worker_environment(run.marker))
+    cluster.connect_ray(
+        ray_address, num_local_cpus=0, environment=_worker_environment(run.marker, is_own_ray=not settings.ray_address)
+    )
     stack.callback(cluster.leave_ray)
     run = replace(run, workers=tuple(_worker_ids(settings)))
     runfile.write_run(run_dir, run)
@@ -319,9 +323,12 @@ def _is_gpu_build() -> bool:
 
 def _environment(marker: str) -> dict[str, str]:
     """This process's environment with the run's marker in it, for what is started from here."""
-    return {**os.environ, **_worker_environment(marker)}
+    return {**os.environ, **_worker_environment(marker, is_own_ray=True)}
 
 
-def _worker_environment(marker: str) -> dict[str, str]:
-    """What a worker's process needs beyond what Ray gives it."""
-    return {runfile.MARKER_VARIABLE: marker, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+def _worker_environment(marker: str, *, is_own_ray: bool) -> dict[str, str]:
+    """What a worker's process needs beyond what Ray gives it; a cluster of somebody else has kvroute installed."""
+    environment = {runfile.MARKER_VARIABLE: marker}
+    if is_own_ray:
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return environment
