@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from router import launch, runfile
-from router.batch import BatchLimits, BatchReport, PreparedBatch, prepare_batch, run_batch
+from router.batch import BatchLimits, BatchReport, OnRow, PreparedBatch, prepare_batch, run_batch
 from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
 from router.status import deployment_state
@@ -71,7 +71,7 @@ async def _batch(call: Invocation) -> int:
     )
     with prepared.journal:
         async with _serving(call, settings, run) as serving:
-            report = await _run_rows(serving, prepared, wanted_progress=call.own["progress"] or None)
+            report = await run_rows(serving, prepared, progress=call.own["progress"] or None)
     call.say(summary_line(report, call.own["output"]))
     if report.is_interrupted:
         call.say(f"interrupted: the same command with --resume goes on with {call.own['output']}")
@@ -79,7 +79,15 @@ async def _batch(call: Invocation) -> int:
     return EXIT_FAILED_ROWS if report.num_failed and call.own["strict"] else EXIT_OK
 
 
-async def _run_rows(serving: Serving, prepared: PreparedBatch, *, wanted_progress: bool | None) -> BatchReport:
+async def run_rows(
+    serving: Serving,
+    prepared: PreparedBatch,
+    *,
+    max_in_flight: int | None = None,
+    on_row: OnRow | None = None,
+    progress: bool | None = None,
+) -> BatchReport:
+    """Run a batch on the workers that serve, with as many rows under way as suits them where no number is given."""
     settings = serving.settings
     num_seqs = sum(info.max_num_seqs for info in serving.workers)
     return await run_batch(
@@ -89,8 +97,9 @@ async def _run_rows(serving: Serving, prepared: PreparedBatch, *, wanted_progres
         scheme=serving.scheme,
         max_model_len_tokens=serving.max_model_len_tokens,
         rng=random.Random(settings.seed),
-        limits=BatchLimits(max_in_flight=settings.max_in_flight or num_seqs * _IN_FLIGHT_PER_SEQ),
-        progress=wanted_progress,
+        limits=BatchLimits(max_in_flight=max_in_flight or settings.max_in_flight or num_seqs * _IN_FLIGHT_PER_SEQ),
+        on_row=on_row,
+        progress=progress,
     )
 
 

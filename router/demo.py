@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from router import launch
-from router.batch import BatchLimits, BatchReport, Row, prepare_batch, run_batch
+from router.batch import BatchReport, Row, prepare_batch
 from router.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
-from router.commands import end_on_sigterm
+from router.commands import end_on_sigterm, run_rows
 from router.demo_input import demo_rows
 from router.launch import Say
 from router.requests import RequestTrace
@@ -81,17 +80,7 @@ async def _run_policy(settings: Settings, input_path: Path, output_path: Path, s
     with prepare_batch(input_path, output_path, served_model=settings.model_name, resume=False) as prepared:
         async with launch.launched(settings, say) as serving:
             end_on_sigterm()
-            return await run_batch(
-                prepared,
-                generate=serving.router.generate,
-                tokenizer=serving.tokenizer,
-                scheme=serving.scheme,
-                max_model_len_tokens=serving.max_model_len_tokens,
-                rng=random.Random(settings.seed),
-                limits=BatchLimits(max_in_flight=_MAX_IN_FLIGHT),
-                on_row=tell,
-                progress=False,
-            )
+            return await run_rows(serving, prepared, max_in_flight=_MAX_IN_FLIGHT, on_row=tell, progress=False)
 
 
 def _figures(report: BatchReport) -> dict[str, float | int | None]:
