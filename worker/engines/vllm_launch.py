@@ -37,6 +37,8 @@ _REPLAY_BATCHES = 10_000
 class Launch:
     """All that is known before the engine's process starts."""
 
+    folder: Path
+    """The engine's own, for sockets and logs."""
     config: VllmConfig
     endpoint: str
     """Where the engine publishes its KV events."""
@@ -54,7 +56,7 @@ def prepare_launch(options: VllmOptions, folder: Path) -> Launch:
         ConfigError: an option does not work, here or at all.
         Exception: whatever vLLM raises on a model or a value that it does not take.
     """
-    with _environment(_child_environment(options)):
+    with _environment(_child_environment(options, folder)):
         from vllm.config import KVEventsConfig
         from vllm.config.logging import LoggingConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -81,6 +83,7 @@ def prepare_launch(options: VllmOptions, folder: Path) -> Launch:
         config = AsyncEngineArgs(**arguments).create_engine_config()
     check_context_fits(options, config.model_config.max_model_len)
     return Launch(
+        folder,
         config,
         events.endpoint,
         str(events.replay_endpoint),
@@ -97,7 +100,7 @@ def launch(options: VllmOptions, prepared: Launch, record_step: Callable[[Schedu
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    with _environment(_child_environment(options)):
+    with _environment(_child_environment(options, prepared.folder)):
         return AsyncLLM.from_vllm_config(
             prepared.config, stat_loggers=[_recorder_type(record_step)], disable_log_stats=True
         )
@@ -134,10 +137,12 @@ def _plug_in(options: VllmOptions, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _child_environment(options: VllmOptions) -> dict[str, str]:
+def _child_environment(options: VllmOptions, folder: Path) -> dict[str, str]:
     """What vLLM can only be told by its environment."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
+        # Its sockets go with the folder; in the system's they would stay for ever.
+        "VLLM_RPC_BASE_PATH": str(folder),
         "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(options.start_timeout_s))),
         # A forked child would inherit this process's threads' locks and event loop.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
