@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -181,8 +182,9 @@ def _lock_own_ray() -> None:
 
 
 def _say(line: str) -> None:
-    """Talk goes to stderr: stdout is data."""
-    print(f"kvroute: {line}", file=sys.stderr, flush=True)
+    """Talk goes to stderr: stdout is data. Where nobody listens any more, the work goes on."""
+    with contextlib.suppress(OSError):
+        print(f"kvroute: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ EvictionName = Literal["lru", "shared_first", "stock"]
 class Settings(BaseModel):
     """Everything a user may set. Field names are the flags' names with underscores."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = Field("", description="Hugging Face name, local folder, or a built-in: smollm2, tiny.")
     served_model_name: str = Field("", description="Name that requests use; default: the value of --model.")

@@ -434,3 +434,38 @@ def test_progress_is_silent_on_a_terminal_where_asked_for() -> None:
     stream = Terminal()
     Progress(stream, num_rows=2, num_done=0, clock=lambda: 0.0, wanted=False).close()
     assert stream.getvalue() == ""
+
+
+class ClosedTerminal(Terminal):
+    """A terminal that goes away after some writes."""
+
+    num_writes_left = 0
+
+    def write(self, text: str) -> int:
+        if not self.num_writes_left:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.num_writes_left -= 1
+        return super().write(text)
+
+
+@pytest.mark.parametrize("num_writes", [0, 2, 5])
+async def test_row_has_one_line_and_the_run_goes_on_where_progress_cannot_be_shown(
+    bench: Bench, num_writes: int
+) -> None:
+    bench.progress = ClosedTerminal()
+    bench.progress.num_writes_left = num_writes
+    report = await bench.run([chat_row(f"r{number}") for number in range(5)], bench.fake())
+    assert (report.num_ok, report.num_failed) == (5, 0)
+    assert len(bench.records()) == 5
+
+
+async def test_places_are_no_more_than_rows(bench: Bench) -> None:
+    limits = BatchLimits(max_in_flight=10**12)
+    report = await bench.run([chat_row("a"), chat_row("b")], bench.fake(), limits=limits)
+    assert report.num_ok == 2
+
+
+async def test_name_that_is_not_unicode_spoils_its_row_alone(bench: Bench) -> None:
+    report = await bench.run([chat_row("a", **{"\ud800": 1}), chat_row("b")], bench.fake())
+    assert (report.num_ok, report.num_failed) == (1, 1)
+    assert bench.error("a") == ("invalid_value", "\ud800")
