@@ -9,6 +9,7 @@ KvrouteError
 +-- TransientError              the same request may well succeed later
 |   +-- Overloaded              queues are full
 |   +-- NoWorker                no worker can take the request now
+|   |   +-- FleetLost           there is no worker at all, and has not been for long
 |   +-- WorkerLost              the worker or the way to it died under the request
 |   +-- EngineError             the engine failed on this request
 |   +-- DirectoryUnavailable    the store did not answer in time
@@ -79,6 +80,10 @@ class Overloaded(TransientError):
 
 class NoWorker(TransientError):
     """No live worker can take the request now."""
+
+
+class FleetLost(NoWorker):
+    """There is no worker at all, and has not been for as long as a request may wait."""
 
 
 class WorkerLost(TransientError):
