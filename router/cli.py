@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _lock_own_ray()
         from router import commands
 
-        return commands.run(arguments.command, settings, frozenset(flags), own, say=_say, show=print)
+        return commands.run(arguments.command, settings, own, say=_say, show=print)
     except ConfigError as error:
         _say(f"error: {error}")
         return EXIT_USAGE

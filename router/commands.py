@@ -31,8 +31,6 @@ class Invocation:
     """One call of one command."""
 
     settings: Settings
-    given: frozenset[str]
-    """Settings that the command line names."""
     own: Mapping[str, Any]
     """Arguments of the command itself."""
     say: Say
@@ -46,7 +44,6 @@ class Invocation:
 def run(
     command: str,
     settings: Settings,
-    given: frozenset[str],
     own: Mapping[str, Any],
     *,
     say: Say,
@@ -54,7 +51,7 @@ def run(
 ) -> int:
     """Run one command and give its exit code. `say` takes talk for people, `show` takes results."""
     set_up_logging(settings.log_level, settings.log_format)
-    return asyncio.run(_COMMANDS[command](Invocation(settings, given, own, say, show)))
+    return asyncio.run(_COMMANDS[command](Invocation(settings, own, say, show)))
 
 
 async def _batch(call: Invocation) -> int:
@@ -104,7 +101,9 @@ async def run_rows(
 
 
 async def _up(call: Invocation) -> int:
-    run = await launch.bring_up(call.settings, call.run_dir, call.say)
+    end_on_sigterm()
+    with runfile.locked(call.run_dir):
+        run = await launch.bring_up(call.settings, call.run_dir, call.say)
     call.say(f"{len(run.workers)} workers serve {run.settings['model']}; Ray at {run.ray_address}")
     call.say("Next steps:")
     call.say("  kvroute status")
@@ -114,7 +113,8 @@ async def _up(call: Invocation) -> int:
 
 
 async def _down(call: Invocation) -> int:
-    was_running = await launch.take_down(call.run_dir)
+    with runfile.locked(call.run_dir):
+        was_running = await launch.take_down(call.run_dir, call.say)
     call.say("stopped" if was_running else "nothing is running")
     return EXIT_OK
 
@@ -174,14 +174,40 @@ def end_on_sigterm() -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
+_OF_THE_WORKERS = frozenset(
+    {
+        "model",
+        "served_model_name",
+        "engine",
+        "workers",
+        "block_size",
+        "max_model_len",
+        "max_num_seqs",
+        "kv_cache_blocks",
+        "kv_cache_bytes",
+        "gpu_memory_utilization",
+        "tensor_parallel_size",
+        "gpus_per_worker",
+        "dtype",
+        "eviction",
+        "engine_args",
+        "redis_url",
+        "ray_address",
+    }
+)
+"""Settings that are fixed once workers run."""
+
+
 def _run_to_attach(call: Invocation) -> runfile.Run | None:
-    """The running deployment that a batch may use: one of the same model, where no own workers are asked for."""
+    """The running deployment that a batch may use: one that has all that is asked of workers, if anything is."""
     run = runfile.read_run(call.run_dir)
-    if run is None or not run.is_ready or call.given & {"workers", "redis_url", "ray_address"}:
+    if run is None or not run.is_ready:
         return None
-    if "model" in call.given and run.settings.get("model") != call.settings.model:
+    running = Settings(**run.settings)
+    asked = call.settings.model_fields_set & _OF_THE_WORKERS
+    if "workers" in asked or any(getattr(call.settings, name) != getattr(running, name) for name in asked):
         return None
-    if not runfile.processes_of(run.marker):
+    if not run.is_alive:
         raise ConfigError("`kvroute up` has died without `kvroute down`; run that, or ask for own --workers")
     return run
 
@@ -190,11 +216,9 @@ def _with_run(settings: Settings, run: runfile.Run | None) -> Settings:
     """Settings with those that a running deployment has fixed; the rest stays the caller's."""
     if run is None:
         return settings
-    fixed = {name: run.settings[name] for name in _FIXED_BY_RUN if name in run.settings}
-    return Settings(**{**settings.model_dump(exclude_unset=True), **fixed})
-
-
-_FIXED_BY_RUN = ("model", "served_model_name", "block_size", "engine", "cache_dir")
+    running = Settings(**run.settings)
+    fixed = {name: getattr(running, name) for name in (*_OF_THE_WORKERS, "cache_dir")}
+    return settings.model_copy(update=fixed)
 
 
 def _status_text(state: Mapping[str, Any]) -> str:

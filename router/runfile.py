@@ -7,11 +7,12 @@ environment, so that a start that was cut short can still be undone completely.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from shared.errors import ConfigError
 MARKER_VARIABLE = "_KVROUTE_MARKER"
 """Environment variable that names the run a process belongs to. Not a setting: it has another prefix."""
 _FILE_NAME = "kvroute.json"
+_LOCK_NAME = "lock"
 _GRACE_S = 3.0
 """How long processes may take to end by themselves before they are killed."""
 
@@ -41,6 +43,16 @@ class Run:
     ray_address: str = ""
     workers: tuple[str, ...] = field(default=())
     is_ready: bool = False
+
+    @property
+    def has_own_ray(self) -> bool:
+        """Whether the Ray that the workers live in was started here, and ends with the run."""
+        return not self.settings.get("ray_address")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anything of the run lives, as far as this host can tell; workers elsewhere tell by their leases."""
+        return not self.has_own_ray or bool(processes_of(self.marker))
 
 
 def new_marker() -> str:
@@ -62,10 +74,8 @@ def write_run(run_dir: Path, run: Run) -> None:
     Raises:
         ConfigError: the folder is not ours or cannot be written.
     """
+    make_run_dir(run_dir)
     try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if run_dir.stat().st_uid != os.getuid():
-            raise ConfigError(f"--run-dir: {run_dir} belongs to another user")
         descriptor, name = tempfile.mkstemp(dir=run_dir)
         with os.fdopen(descriptor, "w") as file:
             json.dump(asdict(run), file)
@@ -82,12 +92,37 @@ def read_run(run_dir: Path) -> Run | None:
     """
     path = run_dir / _FILE_NAME
     try:
+        if {run_dir.stat().st_uid, path.stat().st_uid} != {os.getuid()}:
+            # Whoever can write here could lend us workers of theirs, and have us end processes of ours.
+            raise ConfigError(f"--run-dir: {path} belongs to another user")
         fields = json.loads(path.read_text())
         return Run(**{**fields, "workers": tuple(fields["workers"])})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} is not a run file of this version: {error}") from None
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keep every other `up` and `down` of this folder out. Raises `ConfigError` while one is at work."""
+    make_run_dir(run_dir)
+    with (run_dir / _LOCK_NAME).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"another `kvroute up` or `kvroute down` is at work in {run_dir}") from None
+        yield
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Make the folder, for its owner only. Raises `ConfigError` if it cannot be made or is not ours."""
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if run_dir.stat().st_uid != os.getuid():
+            raise ConfigError(f"--run-dir: {run_dir} belongs to another user")
+    except OSError as error:
+        raise ConfigError(f"--run-dir: cannot make {run_dir}: {error.strerror}") from None
 
 
 def remove_run(run_dir: Path) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
+import ray
 import ray.util
 
 from shared.messages import encode_record
 from shared.telemetry import set_up_logging
+from shared.types import WorkerInfo
 from worker.process import Worker, WorkerOptions
 
+logger = logging.getLogger(__name__)
+
+_RESTART_PAUSE_S = 5.0
 _ENGINE_DEAD_EXIT_CODE = 70
 """`EX_SOFTWARE`: Ray starts the actor again in a new process."""
 
@@ -33,6 +41,9 @@ class WorkerActor:
         self._thread.start()
         self._worker = Worker(self._options, _exit_process, ray.util.get_node_ip_address())
         self._start = asyncio.run_coroutine_threadsafe(self._worker.start(), self._loop)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            # Nobody waits for `ready` of a worker that Ray has started again.
+            self._start.add_done_callback(_end_if_failed)
 
     def ready(self) -> bytes:
         """Wait for the worker's start: its `WorkerInfo` as `messages.encode_record` gives it, or the start's error."""
@@ -43,9 +54,21 @@ class WorkerActor:
         return os.getpid()
 
     def stop(self) -> None:
-        """End the worker politely: its entries leave the directory, its engine ends."""
-        self._start.cancel()
-        asyncio.run_coroutine_threadsafe(self._worker.stop(), self._loop).result()
+        """End the worker politely: its entries leave the directory, its engine ends.
+
+        A worker that is still starting has promised nothing to anybody: it ends with its process.
+        """
+        if self._start.done():
+            asyncio.run_coroutine_threadsafe(self._worker.stop(), self._loop).result()
+
+
+def _end_if_failed(start: Future[WorkerInfo]) -> None:
+    """Let Ray try again in a new process, after a pause that keeps a hopeless start from filling the machine."""
+    error = None if start.cancelled() else start.exception()
+    if error is not None:
+        logger.error("a restarted worker cannot start: %s", error)
+        time.sleep(_RESTART_PAUSE_S)
+        os._exit(_ENGINE_DEAD_EXIT_CODE)
 
 
 def _exit_process(reason: str) -> None:
