@@ -19,7 +19,7 @@ from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
 from router.status import deployment_state
 from shared.config import Settings
-from shared.errors import ConfigError
+from shared.errors import ConfigError, NoWorker
 from shared.telemetry import set_up_logging
 
 _IN_FLIGHT_PER_SEQ = 4
@@ -71,7 +71,10 @@ async def _batch(call: Invocation) -> int:
     )
     with prepared.journal:
         async with _serving(call, settings, run) as serving:
-            report = await _run_rows(serving, prepared, wanted_progress=call.own["progress"] or None)
+            try:
+                report = await _run_rows(serving, prepared, wanted_progress=call.own["progress"] or None)
+            except NoWorker as error:
+                raise NoWorker(f"{error}; the same command with --resume goes on with {call.own['output']}") from None
     call.say(summary_line(report, call.own["output"]))
     if report.is_interrupted:
         call.say(f"interrupted: the same command with --resume goes on with {call.own['output']}")

@@ -116,7 +116,8 @@ class HoldQueue:
     ) -> Placement:
         """Wait until the request is bound and booked. Cancelling leaves nothing behind.
 
-        Raises `Overloaded` when the queue is full, `NoWorker` when nothing took the request within the timeout.
+        Raises `Overloaded` when the queue is full or all workers were busy for the whole timeout, `NoWorker` when there
+        is none at its end.
         """
         if len(self._held) >= self._max_held:
             raise Overloaded(f"{len(self._held)} requests are held already", retry_after_s=1.0)
@@ -143,7 +144,9 @@ class HoldQueue:
         except TimeoutError:
             if _is_bound(held.placed):
                 return held.placed.result()
-            raise NoWorker(f"no worker took the request within {self._timeout_s:g} s", retry_after_s=1.0) from None
+            if not self._fleet.worker_to_instance:
+                raise NoWorker(f"there is no worker, and none came within {self._timeout_s:g} s") from None
+            raise Overloaded(f"no worker took the request within {self._timeout_s:g} s", retry_after_s=1.0) from None
         except asyncio.CancelledError:
             if _is_bound(held.placed):
                 # The decision came in the very moment of the cancel: its claims must not outlive it.

@@ -8,7 +8,7 @@ KvrouteError
 +-- ConfigError                 a flag, variable or file of ours is wrong
 +-- TransientError              the same request may well succeed later
 |   +-- Overloaded              queues are full
-|   +-- NoWorker                no worker can take the request now
+|   +-- NoWorker                there is no worker
 |   +-- WorkerLost              the worker or the way to it died under the request
 |   +-- EngineError             the engine failed on this request
 |   +-- DirectoryUnavailable    the store did not answer in time
@@ -78,7 +78,7 @@ class Overloaded(TransientError):
 
 
 class NoWorker(TransientError):
-    """No live worker can take the request now."""
+    """There is no worker: neither this request nor any other can be answered until one comes."""
 
 
 class WorkerLost(TransientError):

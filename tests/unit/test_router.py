@@ -178,9 +178,12 @@ def test_full_queue_is_told_at_once_and_a_held_request_does_not_wait_for_ever() 
             await asyncio.sleep(0.5)
             with pytest.raises(Overloaded, match="1 requests are held already"):
                 await ask(router, "c", prompt(1, 64, 3))
-            with pytest.raises(NoWorker, match="within 3 s"):
+            with pytest.raises(Overloaded, match="within 3 s"):
                 await held
             await running
+            await workers.kill_worker("w0")
+            with pytest.raises(NoWorker, match="none came within 3 s"):
+                await ask(router, "d", prompt(1, 64, 4))
 
     run_virtual(scenario())
 
