@@ -103,26 +103,24 @@ async def bring_up(settings: Settings, run_dir: Path, say: Say) -> runfile.Run:
     Raises:
         ConfigError: one is running already.
     """
-    known = runfile.read_run(run_dir)
-    if known is not None:
-        if runfile.processes_of(known.marker):
+    with runfile.starting(run_dir):
+        known = runfile.read_run(run_dir)
+        if known is not None and runfile.processes_of(known.marker):
             raise ConfigError(f"a deployment is running already ({known.settings.get('model')}); see `kvroute status`")
-        runfile.remove_run(run_dir)
-    marker = runfile.new_marker()
-    run = runfile.Run(
-        marker,
-        secrets.token_hex(32),
-        settings.model_dump(mode="json", exclude_unset=True),
-        redis_url=settings.redis_url,
-    )
-    runfile.write_run(run_dir, run)
-    try:
-        async with contextlib.AsyncExitStack() as stack:
-            return await _bring_up(settings, run_dir, run, say, stack)
-    except BaseException:
-        runfile.end_processes(marker)
-        runfile.remove_run(run_dir)
-        raise
+        run = runfile.Run(
+            runfile.new_marker(),
+            secrets.token_hex(32),
+            settings.model_dump(mode="json", exclude_unset=True),
+            redis_url=settings.redis_url,
+        )
+        runfile.write_run(run_dir, run)
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                return await _bring_up(settings, run_dir, run, say, stack)
+        except BaseException:
+            runfile.end_processes(run.marker)
+            runfile.remove_run(run_dir)
+            raise
 
 
 async def take_down(run_dir: Path) -> bool:
