@@ -7,7 +7,6 @@ import contextlib
 import json
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,18 @@ def run(
 ) -> int:
     """Run one command and give its exit code. `say` takes talk for people, `show` takes results."""
     set_up_logging(settings.log_level, settings.log_format)
-    return asyncio.run(_COMMANDS[command](Invocation(settings, given, own, say, show)))
+    try:
+        return asyncio.run(_interruptible(_COMMANDS[command](Invocation(settings, given, own, say, show))))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
+    """Let SIGTERM end a command as Ctrl-C does."""
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await command
 
 
 async def _batch(call: Invocation) -> int:
@@ -157,15 +167,7 @@ async def _serving(call: Invocation, settings: Settings, run: runfile.Run | None
         call.say(f"using the {len(run.workers)} workers of `kvroute up`")
     entering = launch.launched(settings, call.say) if run is None else launch.attached(run, settings, call.say)
     async with entering as serving:
-        end_on_sigterm()
         yield serving
-
-
-def end_on_sigterm() -> None:
-    """Let SIGTERM end the calling task as Ctrl-C does. Called after Ray, which puts a handler of its own in place."""
-    task = asyncio.current_task()
-    if task is not None and sys.platform != "win32":
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def _run_to_attach(call: Invocation) -> runfile.Run | None:

@@ -12,7 +12,6 @@ from typing import Any
 from router import launch
 from router.batch import BatchLimits, BatchReport, Row, prepare_batch, run_batch
 from router.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
-from router.commands import end_on_sigterm
 from router.demo_input import demo_rows
 from router.launch import Say
 from router.requests import RequestTrace
@@ -80,7 +79,6 @@ async def _run_policy(settings: Settings, input_path: Path, output_path: Path, s
 
     with prepare_batch(input_path, output_path, served_model=settings.model_name, resume=False) as prepared:
         async with launch.launched(settings, say) as serving:
-            end_on_sigterm()
             return await run_batch(
                 prepared,
                 generate=serving.router.generate,
