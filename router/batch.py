@@ -23,7 +23,7 @@ from router.openai import Endpoint, ParsedRequest, Usage, completion_body, parse
 from router.progress import Progress
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Tokenizer
-from shared.errors import EngineError, KvrouteError, TransientError
+from shared.errors import EngineError, KvrouteError, NoWorker, TransientError
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key
 from shared.types import CacheScheme, FinishReason, RequestId
 
@@ -110,6 +110,7 @@ async def run_batch(
 
     Raises:
         OutputError: results cannot be written; the output is whole and can be resumed.
+        NoWorker: no worker is left and none came back; the same holds.
     """
     clock = asyncio.get_running_loop().time
     num_skipped = len(prepared.journal.finished)
@@ -226,6 +227,9 @@ class _Run:
         try:
             result = await self._compute(row)
             record = result_record(row, record_id=record_id, request_id=result.request.request, body=result.body)
+        except NoWorker:
+            # Every other row would wait as long and in vain: they are left to a resumed run.
+            raise
         except Exception as error:
             if not isinstance(error, KvrouteError):
                 self._log_internal_error(row, error)
@@ -284,6 +288,8 @@ class _Run:
         for attempt in range(1, self.limits.max_attempts):
             try:
                 return await self._generate_once(request, parsed, token_ids)
+            except NoWorker:
+                raise
             except TransientError as error:
                 logger.info("%s: attempt %d failed: %s", request.request, attempt, error)
                 await asyncio.sleep(self._wait_s(attempt, error))

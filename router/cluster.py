@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -52,10 +53,14 @@ def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, 
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
     options["runtime_env"] = {"env_vars": dict(environment)}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"--ray-address: cannot join Ray at {address or 'this host'!r}: {error}") from None
+    finally:
+        # Ray puts handlers of its own in place, which end the process on the spot.
+        signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
 
 
 def leave_ray() -> None:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
 from router.status import deployment_state
 from shared.config import Settings
-from shared.errors import ConfigError
+from shared.errors import ConfigError, NoWorker
 from shared.telemetry import set_up_logging
 
 _IN_FLIGHT_PER_SEQ = 4
@@ -51,7 +50,18 @@ def run(
 ) -> int:
     """Run one command and give its exit code. `say` takes talk for people, `show` takes results."""
     set_up_logging(settings.log_level, settings.log_format)
-    return asyncio.run(_COMMANDS[command](Invocation(settings, own, say, show)))
+    try:
+        return asyncio.run(_interruptible(_COMMANDS[command](Invocation(settings, own, say, show))))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
+    """Let SIGTERM end a command as Ctrl-C does."""
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await command
 
 
 async def _batch(call: Invocation) -> int:
@@ -68,7 +78,10 @@ async def _batch(call: Invocation) -> int:
     )
     with prepared.journal:
         async with _serving(call, settings, run) as serving:
-            report = await run_rows(serving, prepared, progress=call.own["progress"] or None)
+            try:
+                report = await run_rows(serving, prepared, progress=call.own["progress"] or None)
+            except NoWorker as error:
+                raise NoWorker(f"{error}; the same command with --resume goes on with {call.own['output']}") from None
     call.say(summary_line(report, call.own["output"]))
     if report.is_interrupted:
         call.say(f"interrupted: the same command with --resume goes on with {call.own['output']}")
@@ -101,9 +114,7 @@ async def run_rows(
 
 
 async def _up(call: Invocation) -> int:
-    end_on_sigterm()
-    with runfile.locked(call.run_dir):
-        run = await launch.bring_up(call.settings, call.run_dir, call.say)
+    run = await launch.bring_up(call.settings, call.run_dir, call.say)
     call.say(f"{len(run.workers)} workers serve {run.settings['model']}; Ray at {run.ray_address}")
     call.say("Next steps:")
     call.say("  kvroute status")
@@ -113,8 +124,7 @@ async def _up(call: Invocation) -> int:
 
 
 async def _down(call: Invocation) -> int:
-    with runfile.locked(call.run_dir):
-        was_running = await launch.take_down(call.run_dir, call.say)
+    was_running = await launch.take_down(call.run_dir, call.say)
     call.say("stopped" if was_running else "nothing is running")
     return EXIT_OK
 
@@ -163,15 +173,7 @@ async def _serving(call: Invocation, settings: Settings, run: runfile.Run | None
         call.say(f"using the {len(run.workers)} workers of `kvroute up`")
     entering = launch.launched(settings, call.say) if run is None else launch.attached(run, settings, call.say)
     async with entering as serving:
-        end_on_sigterm()
         yield serving
-
-
-def end_on_sigterm() -> None:
-    """Let SIGTERM end the calling task as Ctrl-C does. Called after Ray, which puts a handler of its own in place."""
-    task = asyncio.current_task()
-    if task is not None and sys.platform != "win32":
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 _OF_THE_WORKERS = frozenset(

@@ -107,29 +107,29 @@ async def bring_up(settings: Settings, run_dir: Path, say: Say) -> runfile.Run:
     Raises:
         ConfigError: one is running already.
     """
-    known = runfile.read_run(run_dir)
-    if known is not None and known.is_alive:
-        raise ConfigError(
-            f"a deployment is running already ({known.settings.get('model')}); see `kvroute status`, "
-            "and `kvroute down` ends it"
+    with runfile.starting(run_dir):
+        known = runfile.read_run(run_dir)
+        if known is not None and known.is_alive:
+            raise ConfigError(
+                f"a deployment is running already ({known.settings.get('model')}); see `kvroute status`, "
+                "and `kvroute down` ends it"
+            )
+        run = runfile.Run(
+            runfile.new_marker(),
+            secrets.token_hex(32),
+            settings.model_dump(mode="json", exclude_unset=True),
+            redis_url=settings.redis_url,
         )
-    marker = runfile.new_marker()
-    run = runfile.Run(
-        marker,
-        secrets.token_hex(32),
-        settings.model_dump(mode="json", exclude_unset=True),
-        redis_url=settings.redis_url,
-    )
-    runfile.write_run(run_dir, run)
-    try:
-        async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as undo:
-            run = await _bring_up(settings, run_dir, run, say, stack, undo)
-            undo.pop_all()
-            return run
-    except BaseException:
-        runfile.end_processes(marker)
-        runfile.remove_run(run_dir)
-        raise
+        runfile.write_run(run_dir, run)
+        try:
+            async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as undo:
+                run = await _bring_up(settings, run_dir, run, say, stack, undo)
+                undo.pop_all()
+                return run
+        except BaseException:
+            runfile.end_processes(run.marker)
+            runfile.remove_run(run_dir)
+            raise
 
 
 async def take_down(run_dir: Path, say: Say) -> bool:

@@ -17,7 +17,7 @@ from router.hints import Hints, Promise
 from router.policies.base import Candidate, FleetState, Load, Policy, Ranking, RankRequest
 from router.requests import GenerateRequest
 from shared.directory.base import Match
-from shared.errors import FleetLost, KvrouteError, NoWorker, Overloaded
+from shared.errors import KvrouteError, NoWorker, Overloaded
 from shared.hashing import num_usable_blocks
 from shared.types import BlockKey, WorkerId
 
@@ -129,8 +129,8 @@ class HoldQueue:
     ) -> Placement:
         """Wait until the request is bound and booked. Cancelling leaves nothing behind.
 
-        Raises `Overloaded` when the queue is full, `NoWorker` when nobody took the request within the timeout,
-        `FleetLost` when there was nobody to take it.
+        Raises `Overloaded` when the queue is full or all workers were busy for the whole timeout, `NoWorker` when there
+        is none at its end.
         """
         if self._is_closed:
             raise NoWorker("the router is closing")
@@ -161,8 +161,8 @@ class HoldQueue:
             if _is_bound(held.placed):
                 return held.placed.result()
             if not self._fleet.worker_to_instance:
-                raise FleetLost(f"no worker has lived for {self._timeout_s:g} s") from None
-            raise NoWorker(f"no worker took the request within {self._timeout_s:g} s", retry_after_s=1.0) from None
+                raise NoWorker(f"there is no worker, and none came within {self._timeout_s:g} s") from None
+            raise Overloaded(f"no worker took the request within {self._timeout_s:g} s", retry_after_s=1.0) from None
         except asyncio.CancelledError:
             if _is_bound(held.placed):
                 # The decision came in the very moment of the cancel: its claims must not outlive it.

@@ -68,14 +68,36 @@ def default_run_dir() -> Path:
     return Path(tempfile.gettempdir()) / f"kvroute-{os.getuid()}"
 
 
+@contextlib.contextmanager
+def starting(run_dir: Path) -> Iterator[None]:
+    """Be the only one that starts something in this folder, for as long as this lasts or the process lives.
+
+    Raises:
+        ConfigError: somebody else is, or the folder is not ours or cannot be written.
+    """
+    try:
+        _make_own_folder(run_dir)
+        descriptor = os.open(run_dir / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"--run-dir: cannot write {run_dir}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another `kvroute up` is starting in {run_dir}") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def write_run(run_dir: Path, run: Run) -> None:
     """Write the run file, readable by its owner only, whole or not at all.
 
     Raises:
         ConfigError: the folder is not ours or cannot be written.
     """
-    make_run_dir(run_dir)
     try:
+        _make_own_folder(run_dir)
         descriptor, name = tempfile.mkstemp(dir=run_dir)
         with os.fdopen(descriptor, "w") as file:
             json.dump(asdict(run), file)
@@ -100,29 +122,10 @@ def read_run(run_dir: Path) -> Run | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path} is not a run file of this version: {error}") from None
-
-
-@contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Keep every other `up` and `down` of this folder out. Raises `ConfigError` while one is at work."""
-    make_run_dir(run_dir)
-    with (run_dir / _LOCK_NAME).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"another `kvroute up` or `kvroute down` is at work in {run_dir}") from None
-        yield
-
-
-def make_run_dir(run_dir: Path) -> None:
-    """Make the folder, for its owner only. Raises `ConfigError` if it cannot be made or is not ours."""
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if run_dir.stat().st_uid != os.getuid():
-            raise ConfigError(f"--run-dir: {run_dir} belongs to another user")
-    except OSError as error:
-        raise ConfigError(f"--run-dir: cannot make {run_dir}: {error.strerror}") from None
+        raise ConfigError(
+            f"{path} is not a run file of this version ({error}); end what it names with the version that wrote it, "
+            "or remove it"
+        ) from None
 
 
 def remove_run(run_dir: Path) -> None:
@@ -150,6 +153,12 @@ def end_processes(marker: str) -> int:
     _signal(leftover, psutil.Process.kill)
     psutil.wait_procs(leftover, timeout=_GRACE_S)
     return len(processes)
+
+
+def _make_own_folder(run_dir: Path) -> None:
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if run_dir.stat().st_uid != os.getuid():
+        raise ConfigError(f"--run-dir: {run_dir} belongs to another user")
 
 
 def _signal(processes: Iterable[psutil.Process], send: Any) -> None:

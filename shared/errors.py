@@ -8,8 +8,7 @@ KvrouteError
 +-- ConfigError                 a flag, variable or file of ours is wrong
 +-- TransientError              the same request may well succeed later
 |   +-- Overloaded              queues are full
-|   +-- NoWorker                no worker can take the request now
-|   |   +-- FleetLost           there is no worker at all, and has not been for long
+|   +-- NoWorker                there is no worker
 |   +-- WorkerLost              the worker or the way to it died under the request
 |   +-- EngineError             the engine failed on this request
 |   +-- DirectoryUnavailable    the store did not answer in time
@@ -79,11 +78,7 @@ class Overloaded(TransientError):
 
 
 class NoWorker(TransientError):
-    """No live worker can take the request now."""
-
-
-class FleetLost(NoWorker):
-    """There is no worker at all, and has not been for as long as a request may wait."""
+    """There is no worker: neither this request nor any other can be answered until one comes."""
 
 
 class WorkerLost(TransientError):

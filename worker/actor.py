@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -22,6 +21,7 @@ from worker.process import Worker, WorkerOptions
 logger = logging.getLogger(__name__)
 
 _RESTART_PAUSE_S = 5.0
+"""Between a failed start and the next one; also the time that whoever waits for `ready` has to hear why."""
 _ENGINE_DEAD_EXIT_CODE = 70
 """`EX_SOFTWARE`: Ray starts the actor again in a new process."""
 
@@ -30,7 +30,8 @@ class WorkerActor:
     """Owns one worker on an event loop of its own thread.
 
     The worker starts with the constructor and not with a method, so that Ray's restart of a dead actor is the whole
-    recovery: nobody has to notice it and call something.
+    recovery: nobody has to notice it and call something. For the same reason a start that fails ends the process: the
+    reason may be gone by the next one, as a lease or a GPU's memory that the former life still held.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -41,9 +42,7 @@ class WorkerActor:
         self._thread.start()
         self._worker = Worker(self._options, _exit_process, ray.util.get_node_ip_address())
         self._start = asyncio.run_coroutine_threadsafe(self._worker.start(), self._loop)
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            # Nobody waits for `ready` of a worker that Ray has started again.
-            self._start.add_done_callback(_end_if_failed)
+        self._start.add_done_callback(self._end_if_failed)
 
     def ready(self) -> bytes:
         """Wait for the worker's start: its `WorkerInfo` as `messages.encode_record` gives it, or the start's error."""
@@ -61,14 +60,10 @@ class WorkerActor:
         if self._start.done():
             asyncio.run_coroutine_threadsafe(self._worker.stop(), self._loop).result()
 
-
-def _end_if_failed(start: Future[WorkerInfo]) -> None:
-    """Let Ray try again in a new process, after a pause that keeps a hopeless start from filling the machine."""
-    error = None if start.cancelled() else start.exception()
-    if error is not None:
-        logger.error("a restarted worker cannot start: %s", error)
-        time.sleep(_RESTART_PAUSE_S)
-        os._exit(_ENGINE_DEAD_EXIT_CODE)
+    def _end_if_failed(self, start: Future[WorkerInfo]) -> None:
+        if not start.cancelled() and (error := start.exception()) is not None:
+            logger.error("worker %s did not start and is tried again: %s", self._options.worker, error)
+            self._loop.call_later(_RESTART_PAUSE_S, _exit_process, str(error))
 
 
 def _exit_process(reason: str) -> None:
