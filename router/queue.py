@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -180,10 +181,11 @@ class HoldQueue:
             return
         in_order = await self._in_order()
         loads = self._fleet.loads()
+        worker_to_num_ahead: Counter[WorkerId] = Counter()
         for held in in_order:
             if not self._has_room(loads):
                 return
-            if not held.placed.done() and self._decide_one(held, loads):
+            if not held.placed.done() and self._decide_one(held, loads, worker_to_num_ahead):
                 loads = self._fleet.loads()
 
     def _has_room(self, loads: Sequence[Load]) -> bool:
@@ -210,13 +212,16 @@ class HoldQueue:
         own_s = max(1, own_tokens) * fleet_state.prefill_s_per_token
         return self._policy.urgency(now_s - held.arrived_at_s, own_s, fleet_state)
 
-    def _decide_one(self, held: _Held, loads: Sequence[Load]) -> bool:
+    def _decide_one(self, held: _Held, loads: Sequence[Load], worker_to_num_ahead: Counter[WorkerId]) -> bool:
         """Bind one request if its best worker may be sent to; says whether it did."""
         # Who has failed this request is asked again only where nobody else is left.
         allowed = [load for load in loads if load.worker not in held.excluded] or loads
-        candidates = [Candidate(load, self._matched_tokens(held, load)) for load in allowed]
+        candidates = [
+            Candidate(load, self._matched_tokens(held, load), worker_to_num_ahead[load.worker]) for load in allowed
+        ]
         ranking = self._policy.rank(self._rank_request(held), candidates, self._fleet_state(loads), self._rng)
         if not ranking.can_send:
+            worker_to_num_ahead[ranking.order[0].worker] += 1
             return False
         best = ranking.order[0]
         load = next(load for load in loads if load.worker == best.worker)
@@ -261,6 +266,7 @@ class HoldQueue:
             mean_full_s=self._mean_full_tokens * prefill_s_per_token,
             mean_own_s=mean_own_s,
             backlog_s=len(self._held) * mean_own_s,
+            mean_output_tokens=self._mean_output_tokens,
         )
 
     def _note_sent(self, full_tokens: int, own_tokens: int) -> None:

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 from router.requests import RequestTrace
 from tests.support.rack import ask, prompt, rack
 from tests.support.vtime import run_virtual
@@ -93,9 +92,7 @@ async def run_policy(policy: str, arrived: Sequence[Arrival], max_num_seqs: int)
 
 def main(max_num_seqs: int = 64) -> None:
     table = {
-        f"load_{load:g}": {
-            policy: run_virtual(run_policy(policy, arrivals(load), max_num_seqs)) for policy in POLICIES
-        }
+        f"load_{load:g}": {policy: run_virtual(run_policy(policy, arrivals(load), max_num_seqs)) for policy in POLICIES}
         for load in LOADS
     }
     command = "python -m tests.bench.bench_policies"
