@@ -177,16 +177,21 @@ class HoldQueue:
 
     async def _decide(self) -> None:
         """Bind whoever can be bound now, most urgent first."""
-        if not self._has_room(self._fleet.loads()):
+        # Loads are dear to put together: only when somebody waits, and after a binding only when somebody is left.
+        if not self._held or not self._has_room(self._fleet.loads()):
             return
         in_order = await self._in_order()
         loads = self._fleet.loads()
         worker_to_num_ahead: Counter[WorkerId] = Counter()
+        has_bound = False
         for held in in_order:
+            if held.placed.done():
+                continue
+            if has_bound:
+                loads = self._fleet.loads()
             if not self._has_room(loads):
                 return
-            if not held.placed.done() and self._decide_one(held, loads, worker_to_num_ahead):
-                loads = self._fleet.loads()
+            has_bound = self._decide_one(held, loads, worker_to_num_ahead)
 
     def _has_room(self, loads: Sequence[Load]) -> bool:
         """Whether anybody could take anything: the cheap question before the dear ones."""
