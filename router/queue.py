@@ -220,10 +220,12 @@ class HoldQueue:
 
     def _decide(self) -> None:
         """Bind whoever can be bound now, most urgent first."""
+        if not self._held:
+            return
         loads = self._fleet.loads()
         this_pass = (self._version, tuple(map(_load_that_decides, loads)))
         # Loads change with every frame, decisions only with some of them.
-        if not self._held or not self._has_room(loads) or this_pass == self._last_pass:
+        if not self._has_room(loads) or this_pass == self._last_pass:
             return
         self._last_pass = this_pass
         fleet_state = self._fleet_state(loads)
@@ -233,15 +235,17 @@ class HoldQueue:
             held.waits_for for held in self._held if held.waits_for in full
         )
         reserved: set[WorkerId] = set()
+        has_bound = False
         for held in self._in_order(fleet_state, full):
+            if has_bound:
+                loads = self._fleet.loads()
+                fleet_state = self._fleet_state(loads)
             free = [load for load in loads if load.worker not in reserved]
             if not self._has_room(free):
                 return
             ranking = self._decide_one(held, free, fleet_state, worker_to_num_ahead)
-            if ranking.can_send:
-                loads = self._fleet.loads()
-                fleet_state = self._fleet_state(loads)
-            elif ranking.lacks_blocks and self._is_out_of_patience(held, fleet_state):
+            has_bound = ranking.can_send
+            if ranking.lacks_blocks and self._is_out_of_patience(held, fleet_state):
                 # Else small requests would take every block that comes free, and the large one would wait for ever.
                 reserved.add(ranking.order[0].worker)
 
