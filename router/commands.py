@@ -102,7 +102,8 @@ async def _run_rows(serving: Serving, prepared: PreparedBatch, *, wanted_progres
         scheme=serving.scheme,
         max_model_len_tokens=serving.max_model_len_tokens,
         rng=random.Random(settings.seed),
-        limits=BatchLimits(max_in_flight=settings.max_in_flight or num_seqs * _IN_FLIGHT_PER_SEQ),
+        # Rows beyond what the router holds would only be refused by it.
+        limits=BatchLimits(min(settings.max_in_flight or num_seqs * _IN_FLIGHT_PER_SEQ, settings.max_queued)),
         progress=wanted_progress,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 import secrets
@@ -36,6 +37,8 @@ from shared.types import CacheScheme, RouterId, WorkerId, WorkerInfo
 from worker.actor import WorkerActor
 from worker.engines.demo_model import prepare_model
 from worker.process import WorkerOptions
+
+logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 """Tells the user what is going on, one line at a time."""
@@ -129,20 +132,27 @@ async def take_down(run_dir: Path) -> bool:
     if run is None:
         return False
     if run.settings.get("ray_address"):
-        # The actors live in a Ray of somebody else: they end by name, the Ray stays.
-        cluster.connect_ray(run.ray_address, num_local_cpus=0, environment={})
-        for worker in run.workers:
-            actor = cluster.find_actor(_actor_name(WorkerId(worker)))
-            if actor is not None:
-                with contextlib.suppress(EngineError):
-                    await cluster.call(actor.stop, timeout_s=10.0, what=worker)
-                cluster.kill_actor(actor)
-        cluster.leave_ray()
+        await _stop_actors(run)
     await asyncio.to_thread(runfile.end_processes, run.marker)
     if run.redis_url and not run.settings.get("redis_url"):
         stop_detached(run.redis_url)
     runfile.remove_run(run_dir)
     return True
+
+
+async def _stop_actors(run: runfile.Run) -> None:
+    """End actors that live in a Ray of somebody else: by name, and the Ray stays."""
+    try:
+        cluster.connect_ray(run.ray_address, num_local_cpus=0, environment={})
+    except ConfigError as error:
+        # A Ray that is gone has taken its actors along; what runs here is to end all the same.
+        logger.error("workers %s were not told to end: %s", ", ".join(run.workers), error)
+        return
+    for worker in run.workers:
+        actor = cluster.find_actor(_actor_name(WorkerId(worker)))
+        if actor is not None:
+            await _stop_worker(WorkerId(worker), actor)
+    cluster.leave_ray()
 
 
 async def live_workers(run: runfile.Run, settings: Settings) -> list[WorkerRecord]:
