@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _lock_own_ray()
         from router import commands
 
-        return commands.run(arguments.command, settings, own, say=_say, show=print)
+        return commands.run(arguments.command, settings, own, say=_say, show=_show)
     except ConfigError as error:
         _say(f"error: {error}")
         return EXIT_USAGE
@@ -185,6 +185,18 @@ def _say(line: str) -> None:
     """Talk goes to stderr: stdout is data. Where nobody listens any more, the work goes on."""
     with contextlib.suppress(OSError):
         print(f"kvroute: {line}", file=sys.stderr, flush=True)
+
+
+def _show(text: str) -> None:
+    """Results go to stdout. Raises `OutputError` where they cannot."""
+    from shared.errors import OutputError
+
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # What is still buffered would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OutputError(f"standard output: cannot write: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from shared.errors import ConfigError, EngineError, KvrouteError
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "kvroute"
+_LISTENS_TIMEOUT_S = 10.0
 _OBJECT_STORE_BYTES = 100 << 20
 """Ray's own minimum is 75 MiB; no object of ours goes through its store."""
 
@@ -43,6 +44,7 @@ def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, 
     """
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
     if address:
+        _check_listens(address)
         options["address"] = address
     else:
         num_cpus = max(num_local_cpus, os.cpu_count() or 1)
@@ -56,11 +58,23 @@ def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, 
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"--ray-address: cannot join Ray at {address or 'this host'!r}: {error}") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        what = f"--ray-address: cannot join Ray at {address!r}" if address else "Ray does not start on this host"
+        raise ConfigError(f"{what}: {error}") from None
     finally:
         # Ray puts handlers of its own in place, which end the process on the spot.
         signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
+
+
+def _check_listens(address: str) -> None:
+    """Say within seconds that nobody listens at `host:port`; Ray itself takes minutes. Other forms are left to Ray."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_LISTENS_TIMEOUT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(f"--ray-address: cannot join Ray at {address!r}: {error}") from None
 
 
 def leave_ray() -> None:

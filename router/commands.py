@@ -100,6 +100,7 @@ async def run_rows(
     """Run a batch on the workers that serve, with as many rows under way as suits them where no number is given."""
     settings = serving.settings
     num_seqs = sum(info.max_num_seqs for info in serving.workers)
+    wanted = max_in_flight or settings.max_in_flight or num_seqs * _IN_FLIGHT_PER_SEQ
     return await run_batch(
         prepared,
         generate=serving.router.generate,
@@ -107,7 +108,8 @@ async def run_rows(
         scheme=serving.scheme,
         max_model_len_tokens=serving.max_model_len_tokens,
         rng=random.Random(settings.seed),
-        limits=BatchLimits(max_in_flight=max_in_flight or settings.max_in_flight or num_seqs * _IN_FLIGHT_PER_SEQ),
+        # Rows beyond what the router holds would only be refused by it.
+        limits=BatchLimits(min(wanted, settings.max_queued)),
         on_row=on_row,
         progress=progress,
     )

@@ -81,8 +81,11 @@ class Settings(BaseModel):
 
     @property
     def model_cache_dir(self) -> Path:
-        """Where converted models lie."""
-        return self.cache_dir or Path.home() / ".cache" / "kvroute"
+        """Where converted models lie. Raises `ConfigError` where nothing says so."""
+        try:
+            return self.cache_dir or Path.home() / ".cache" / "kvroute"
+        except RuntimeError:
+            raise ConfigError("--cache-dir: needed, since this user has no home folder") from None
 
     @property
     def model_name(self) -> str:

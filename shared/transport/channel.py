@@ -157,10 +157,14 @@ def local_pair(capacity_bytes: int = _LOCAL_CAPACITY_BYTES) -> tuple[LocalChanne
 async def open_channel(address: str) -> Channel:
     """Connect to `unix:/path` or `tcp://host:port`. Raises `OSError`, or `ConfigError` for another form of address."""
     target = parse_address(address)
-    if isinstance(target, Path):
-        return SocketChannel(*await asyncio.open_unix_connection(target))
-    # asyncio sets TCP_NODELAY on every TCP stream: small frames are not held back.
-    return SocketChannel(*await asyncio.open_connection(*target))
+    try:
+        if isinstance(target, Path):
+            return SocketChannel(*await asyncio.open_unix_connection(target))
+        # asyncio sets TCP_NODELAY on every TCP stream: small frames are not held back.
+        return SocketChannel(*await asyncio.open_connection(*target))
+    except ValueError as error:
+        # Zeros in a path, host names that are none.
+        raise ConfigError(f"address {address!r}: {error}") from error
 
 
 def parse_address(address: str) -> Path | tuple[str, int]:

@@ -96,7 +96,7 @@ class ChannelClient:
                 channel = await self._open()
             except AuthenticationFailed:
                 raise
-            except (OSError, ProtocolError) as error:
+            except (OSError, ProtocolError, ConfigError) as error:
                 raise WorkerLost(f"worker {self.worker} cannot be reached: {_told(error)}") from error
             self._task = asyncio.create_task(self._run(channel), name=f"kvroute-client-{self.worker}")
 

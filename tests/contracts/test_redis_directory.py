@@ -38,6 +38,7 @@ E1, E2 = epoch(1), epoch(2)
 W1, W2 = WorkerId("w1"), WorkerId("w2")
 TAG = "kvr:{org%2Fmodel:64:v1:w1}"
 WORKERS = "kvr:{org%2Fmodel:64:v1}:workers"
+NO_BLOCKS = encode_record(worker_info("w1")).replace(b"\xcd\x03\xe8", b"\x00")  # its 1,000 blocks
 
 
 @pytest.fixture
@@ -123,6 +124,7 @@ async def test_heartbeat_lists_a_worker_again_whose_id_was_lost(directory: Redis
         {"info": b""},
         {"info": encode_record(worker_info("w9"))},
         {"info": encode_record(worker_info("w1", life=9))},
+        {"info": NO_BLOCKS},
         {"info": b"\xdd\xff\xff\xff\xff"},
         {"instance": b"\xff\xfe"},
         {"seq": b"many"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import uuid
 from collections import Counter
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from router import runfile
 from tests.support.batches import chat_row, read_records, write_rows
 from tests.support.commands import (
     assert_no_process_left,
@@ -98,6 +101,19 @@ def test_interrupted_batch_says_so_and_leaves_a_whole_output(tmp_path: Path, tag
     assert 5 <= len(read_records(output_path)) < 2000
 
 
+def test_batch_ended_while_its_workers_start_leaves_nothing(tmp_path: Path, tag: str) -> None:
+    input_path, output_path = write_rows(tmp_path / "in.jsonl", batch_rows(10)), tmp_path / "out.jsonl"
+    process = start_command("batch", input_path, "-o", output_path, *TINY, environment=tagged_environment(tag))
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "starting 1 workers" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60.0)
+    assert (process.returncode, stderr) == (130, "kvroute: interrupted\n")
+    assert not output_path.exists()
+
+
 def test_deployment_comes_up_serves_batches_tells_its_state_and_goes_down(tmp_path: Path, tag: str) -> None:
     environment = tagged_environment(tag)
     with tempfile.TemporaryDirectory() as run_dir:
@@ -180,6 +196,7 @@ def test_version_and_help_answer_without_starting_anything(tag: str) -> None:
         (["batch", "rows.jsonl", "-o", "out.jsonl", "--model", "tiny", "--engine-args", "{"], "--engine-args"),
         (["batch", "rows.jsonl", "-o", "out.jsonl", "--model", "tiny", "--config", "missing.yaml"], "missing.yaml"),
         (["batch", "rows.jsonl", "-o", "out.jsonl", "--model", "tiny", "--frob"], "--frob"),
+        (["batch", "rows.jsonl", "-o", "out.jsonl", "--model", "tiny", "--ray-address", "127.0.0.1:1"], "refused"),
     ],
 )
 def test_bad_usage_stops_before_anything_starts(tmp_path: Path, tag: str, arguments: list[str], message: str) -> None:
@@ -192,6 +209,29 @@ def test_bad_usage_stops_before_anything_starts(tmp_path: Path, tag: str, argume
     assert (run.returncode, run.stdout) == (2, ""), run.stderr
     assert message in run.stderr
     assert "Traceback" not in run.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_result_that_cannot_be_written_is_one_clear_error(tmp_path: Path, tag: str) -> None:
+    command = [sys.executable, "-m", "router.cli", "status", "--json", "--run-dir", str(tmp_path)]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            command, env=tagged_environment(tag), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60.0
+        )
+    assert (run.returncode, run.stderr) == (
+        1,
+        "kvroute: error: standard output: cannot write: No space left on device\n",
+    )
+
+
+def test_deployment_in_a_ray_that_is_gone_goes_down_all_the_same(tmp_path: Path, tag: str) -> None:
+    address = "127.0.0.1:1"
+    runfile.write_run(
+        tmp_path, runfile.Run("m", "00", {"model": "tiny", "ray_address": address}, "", address, ("w0",), is_ready=True)
+    )
+    down = run_command("down", "--run-dir", tmp_path, environment=tagged_environment(tag))
+    assert (down.returncode, "w0 were not told to end" in down.stderr) == (0, True), down.stderr
+    assert runfile.read_run(tmp_path) is None
 
 
 def test_unknown_variable_of_ours_is_refused_by_name(tag: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,11 @@ import pytest
 from shared import errors
 from shared.errors import ConfigError, ProtocolError
 from shared.transport.channel import STRANGER_LIMIT_BYTES, SilenceGuard, SocketChannel, local_pair, parse_address
+from shared.transport.client import connect_worker
 from shared.transport.faults import error_of, fault_of
 from shared.transport.listener import Listener
+from shared.types import RouterId
+from tests.support.stores import worker_info
 from tests.support.vtime import run_virtual
 
 
@@ -27,6 +32,15 @@ from tests.support.vtime import run_virtual
 )
 def test_addresses_have_two_forms(address: str, target: Path | tuple[str, int]) -> None:
     assert parse_address(address) == target
+
+
+@pytest.mark.parametrize("address", ["unix:/a\0b", f"tcp://{'x' * 64}:1", "tcp://a..b:1", "http://h:1", "unix:/none"])
+async def test_worker_at_an_address_that_is_none_is_lost_as_any_other(address: str) -> None:
+    info = replace(worker_info("w1"), address=address)
+    client = connect_worker(info, RouterId("r"), b"secret", rng=random.Random(0))
+    with pytest.raises(errors.WorkerLost, match="cannot be reached"):
+        await client.connect()
+    await client.close()
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,16 @@ def test_settings_cannot_be_changed() -> None:
         Settings().workers = 2  # type: ignore[misc]
 
 
+def test_user_without_a_home_has_to_name_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match="--cache-dir: needed"):
+        _ = Settings().model_cache_dir
+    assert Settings(cache_dir=Path("/c")).model_cache_dir == Path("/c")
+
+
 def test_model_name_is_the_served_one_where_given() -> None:
     assert Settings(model="tiny").model_name == "tiny"
     assert Settings(model="tiny", served_model_name="small").model_name == "small"
