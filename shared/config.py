@@ -21,7 +21,7 @@ TEST_PREFIX = "KVROUTE_TEST_"
 """Variables of the test suite, which are no settings; no setting's name may start with `test_`."""
 
 PolicyName = Literal["cost", "random", "round_robin", "least_load", "power_of_two", "prefix_hash"]
-EvictionName = Literal["lru", "shared_first", "stock"]
+EvictionName = Literal["lru", "shared_first", "adaptive", "stock"]
 
 
 class Settings(BaseModel):
@@ -47,7 +47,7 @@ class Settings(BaseModel):
         None, gt=0, le=64, description="GPUs that Ray sets aside; a fraction lets workers share one."
     )
     dtype: str = Field("auto", description="Weights' and cache's type, as vLLM names it.")
-    eviction: EvictionName = Field("shared_first", description="Which cached blocks go first; stock: vLLM's own pool.")
+    eviction: EvictionName = Field("adaptive", description="Which cached blocks go first; stock: vLLM's own pool.")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="Further vLLM engine arguments, as JSON.")
 
     redis_url: str = Field("", description="Store of the directory; default: an embedded server.")

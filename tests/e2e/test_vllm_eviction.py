@@ -9,6 +9,7 @@ from operator import xor
 import pytest
 
 from tests.support.engines import BLOCK_SIZE, NUM_BLOCKS, EngineUnderTest
+from worker.eviction import BlockClass
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
@@ -40,8 +41,8 @@ async def test_a_shared_system_prompt_survives_a_flood_only_where_the_rule_says_
     assert after.token_ids == before.token_ids
     if survives:
         statistics = await engine.engine.pool_statistics()
-        assert statistics["num_evicted"][2] == 0
-        assert statistics["num_evicted"][1] > NUM_BLOCKS
+        assert statistics["num_evicted"][BlockClass.SHARED] == 0
+        assert statistics["num_evicted"][BlockClass.PRIVATE] > NUM_BLOCKS
 
 
 async def test_a_digest_of_the_pool_is_that_of_the_resident_keys(vllm_engine: EngineUnderTest):
