@@ -243,6 +243,18 @@ class FreeBlocks(Generic[Key]):
         self._list_of[block] = None
         self._refreshed.discard(block)
 
+    def serve(self, blocks: Iterable[int], request: str) -> None:
+        """A request is served from these blocks: a use of their keys, and the free ones are taken out."""
+        for block in blocks:
+            free_blocks = self._list_of[block]
+            if free_blocks is not None:
+                del free_blocks[block]
+                self._list_of[block] = None
+                self._refreshed.discard(block)
+            record = self._record_of[block]
+            if record is not None:
+                self._use(record, request)
+
     def refresh(self, blocks: Sequence[int]) -> None:
         """Let the free ones of these count as just used: a queued request will use them. First block of a prompt first.
 
