@@ -12,10 +12,10 @@ import logging
 import random
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TextIO, cast
+from typing import Any, Protocol, TextIO, cast
 
 from router.batch_file import Journal, Row, check_input, error_record, read_rows, result_record
 from router.batch_report import BatchReport, Tally
@@ -23,7 +23,7 @@ from router.openai import Endpoint, ParsedRequest, Usage, completion_body, parse
 from router.progress import Progress
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Tokenizer
-from shared.errors import EngineError, KvrouteError, OutputError, TransientError
+from shared.errors import EngineError, KvrouteError, NoWorker, TransientError
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key
 from shared.types import CacheScheme, FinishReason, RequestId
 
@@ -110,6 +110,7 @@ async def run_batch(
 
     Raises:
         OutputError: results cannot be written; the output is whole and can be resumed.
+        NoWorker: no worker is left and none came back; the same holds.
     """
     clock = asyncio.get_running_loop().time
     num_skipped = len(prepared.journal.finished)
@@ -133,6 +134,7 @@ async def run_batch(
         ),
         # Keeps the requests of this run apart from those of others on the same engines.
         name=f"{rng.getrandbits(64):016x}",
+        num_rows=prepared.num_rows,
     )
     started_at_s = clock()
     is_interrupted = False
@@ -163,6 +165,16 @@ class _Answer:
     trace: RequestTrace
 
 
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """An answer, what it answers, and how it is told."""
+
+    request: GenerateRequest
+    answer: _Answer
+    usage: Usage
+    body: Mapping[str, Any]
+
+
 @dataclass(slots=True)
 class _Run:
     """One run's way with rows. All that it adds up is in `tally`, all that is done is in `journal`."""
@@ -179,6 +191,7 @@ class _Run:
     tally: Tally
     progress: Progress
     name: str
+    num_rows: int
     _has_logged_traceback: bool = field(default=False, init=False)
 
     async def take_all(self, rows: Iterator[Row]) -> None:
@@ -187,7 +200,7 @@ class _Run:
             async with asyncio.TaskGroup() as upkeep:
                 keeper = upkeep.create_task(self._keep_synced())
                 async with asyncio.TaskGroup() as places:
-                    for _ in range(self.limits.max_in_flight):
+                    for _ in range(min(self.limits.max_in_flight, self.num_rows)):
                         places.create_task(self._take(rows))
                 keeper.cancel()
         except ExceptionGroup as group:
@@ -210,23 +223,30 @@ class _Run:
 
     async def _run_row(self, row: Row) -> None:
         record_id = f"batch_req_{self.name}_{row.line}"
-        text, trace = None, RequestTrace()
+        result: _Result | None = None
         try:
-            answer = await self._answer(row, record_id)
-            text, trace = answer.text, answer.trace
-        except OutputError:
+            result = await self._compute(row)
+            record = result_record(row, record_id=record_id, request_id=result.request.request, body=result.body)
+        except NoWorker:
+            # Every other row would wait as long and in vain: they are left to a resumed run.
             raise
         except Exception as error:
             if not isinstance(error, KvrouteError):
                 self._log_internal_error(row, error)
-            self.journal.append(error_record(row, error, record_id=record_id))
+            record = error_record(row, error, record_id=record_id)
+        # Outside of the above: nothing that fails from here on may give the row a second line.
+        self.journal.append(record)
+        if result is None:
             self.tally.failed()
             self.progress.failed()
+        else:
+            self._count(result)
         if self.on_row is not None:
+            text, trace = (None, RequestTrace()) if result is None else (result.answer.text, result.answer.trace)
             self.on_row(row, text, trace)
 
-    async def _answer(self, row: Row, record_id: str) -> _Answer:
-        """Compute a row and write its result. Raises what is wrong with the row, the fleet or the output."""
+    async def _compute(self, row: Row) -> _Result:
+        """Compute a row. Raises what is wrong with the row or the fleet."""
         if row.error is not None:
             raise row.error
         endpoint = cast(Endpoint, row.endpoint)
@@ -251,9 +271,7 @@ class _Run:
             finish=answer.finish,
             usage=usage,
         )
-        self.journal.append(result_record(row, record_id=record_id, request_id=request.request, body=body))
-        self._count(request, usage, answer.trace)
-        return answer
+        return _Result(request, answer, usage, body)
 
     async def _tokenize(self, parsed: ParsedRequest) -> list[int]:
         if parsed.messages is not None:
@@ -270,6 +288,8 @@ class _Run:
         for attempt in range(1, self.limits.max_attempts):
             try:
                 return await self._generate_once(request, parsed, token_ids)
+            except NoWorker:
+                raise
             except TransientError as error:
                 logger.info("%s: attempt %d failed: %s", request.request, attempt, error)
                 await asyncio.sleep(self._wait_s(attempt, error))
@@ -309,11 +329,12 @@ class _Run:
             raise EngineError("the engine gave the request up")
         return _Answer("".join(pieces), finish, detokenizer.num_tokens, trace)
 
-    def _count(self, request: GenerateRequest, usage: Usage, trace: RequestTrace) -> None:
+    def _count(self, result: _Result) -> None:
+        request, usage = result.request, result.usage
         root = root_key(self.scheme, salt=request.salt, adapter=request.adapter)
         keys = block_keys(request.token_ids, self.scheme.block_size_tokens, root)
         num_usable = num_usable_blocks(usage.prompt_tokens, self.scheme.block_size_tokens)
-        self.tally.answered(usage, trace, keys, num_usable)
+        self.tally.answered(usage, result.answer.trace, keys, num_usable)
         self.progress.answered(usage)
 
     def _log_internal_error(self, row: Row, error: Exception) -> None:

@@ -25,6 +25,8 @@ MAX_LINE_BYTES = 64 << 20
 """Longest input line; a prompt of a million tokens takes some 5 MB of text."""
 _READ_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
+_RECORD_START = b'{"id":"'
+"""How every output line begins: by this a torn line is told from a file of something else."""
 
 RowKey = bytes
 """16 bytes that stand for one input row, in memory and for comparing input and output."""
@@ -63,7 +65,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         ConfigError: the file cannot be read, or is not UTF-8; names file and line.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(f"input file {path}: is no regular file; a batch reads its input twice")
             for number, raw in _lines(file):
@@ -110,8 +112,9 @@ class Journal:
     results, and errors that would come again.
     """
 
-    def __init__(self, path: Path, fd: int, finished: set[RowKey], size_bytes: int) -> None:
+    def __init__(self, path: Path, fd: int, finished: set[RowKey], size_bytes: int, *, is_new: bool) -> None:
         self._path = path
+        self._is_new = is_new
         self._fd = fd
         self._size_bytes = size_bytes
         self._is_dirty = False
@@ -128,11 +131,10 @@ class Journal:
             ConfigError: the file exists and `resume` is not set, another run holds it, it cannot be written, or it is
                 not the output of a run on this input. The file is then as it was.
         """
-        path = path.resolve()
+        path = Path(os.path.realpath(path))
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (0 if resume else os.O_EXCL)
         try:
-            fd = os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (0 if resume else os.O_EXCL), 0o644
-            )
+            fd = os.open(path, flags, 0o644)
         except FileExistsError:
             raise ConfigError(
                 f"output file {path}: exists already; go on with it by --resume, or name another"
@@ -140,6 +142,8 @@ class Journal:
         except OSError as error:
             raise ConfigError(f"output file {path}: cannot write it: {error.strerror}") from None
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ConfigError(f"output file {path}: is no regular file; results are read back when a run goes on")
             _lock(fd, path)
             _sync_folder(path.parent)
             finished, kept_bytes, has_dropped = _read_back(fd, path, summary)
@@ -148,7 +152,7 @@ class Journal:
                 kept_bytes = os.fstat(fd).st_size
             else:
                 os.ftruncate(fd, kept_bytes)
-            return cls(path, fd, finished, kept_bytes)
+            return cls(path, fd, finished, kept_bytes, is_new=not resume)
         except OSError as error:
             os.close(fd)
             raise ConfigError(f"output file {path}: cannot resume it: {error.strerror}") from None
@@ -162,7 +166,9 @@ class Journal:
         Raises:
             OutputError: the disk is full or broken; the file ends with the line before.
         """
-        line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+        # Half of a surrogate pair, quoted from a faulty row, has no UTF-8 form, but this is its form in JSON.
+        line = text.encode(errors="backslashreplace") + b"\n"
         try:
             written = 0
             # The kernel takes a line in one piece unless the disk fills up or a signal comes between.
@@ -188,12 +194,17 @@ class Journal:
                 raise self._failed(error) from None
 
     def close(self) -> None:
-        """Sync and give the file free; once is enough. Raises `OutputError`."""
+        """Sync and give the file free; once is enough. A new file without a line is removed. Raises `OutputError`."""
         if self._is_closed:
             return
         self._is_closed = True
         try:
             self.sync()
+            if self._is_new and not self._size_bytes:
+                # The run did not get to its first row: once that is mended, the same command works.
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._failed(error) from None
         finally:
             os.close(self._fd)
 
@@ -248,6 +259,11 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
             yield number, None
         elif raw.strip():
             yield number, raw
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """An opener for files that may turn out to be pipes: without a writer an `open` would wait for one."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _row(path: Path, line: int, raw: bytes | None) -> Row:
@@ -321,6 +337,10 @@ def _read_back(fd: int, path: Path, summary: InputSummary) -> tuple[set[RowKey],
             finished.add(key)
         else:
             has_dropped = True
+    # After a power cut the rest of a torn line may be zeros.
+    torn = os.pread(fd, len(_RECORD_START), kept_bytes).rstrip(b"\0")
+    if not _RECORD_START.startswith(torn):
+        raise _not_a_result(path, len(seen) + 1)
     return finished, kept_bytes, has_dropped
 
 
@@ -344,9 +364,11 @@ def _recognise(raw: bytes, path: Path, number: int) -> tuple[RowKey, bool]:
             raise ValueError("not a record")
         return _row_key(custom_id, line), is_final
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ConfigError(
-            f"output file {path}: line {number} is not a result of a batch; nothing was changed in the file"
-        ) from None
+        raise _not_a_result(path, number) from None
+
+
+def _not_a_result(path: Path, number: int) -> ConfigError:
+    return ConfigError(f"output file {path}: line {number} is not a result of a batch; nothing was changed in the file")
 
 
 def _rewrite(fd: int, path: Path, summary: InputSummary) -> int:

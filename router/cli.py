@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _lock_own_ray()
         from router import commands
 
-        return commands.run(arguments.command, settings, frozenset(flags), own, say=_say, show=print)
+        return commands.run(arguments.command, settings, own, say=_say, show=print)
     except ConfigError as error:
         _say(f"error: {error}")
         return EXIT_USAGE
@@ -198,8 +199,9 @@ def _lock_own_ray() -> None:
 
 
 def _say(line: str) -> None:
-    """Talk goes to stderr: stdout is data."""
-    print(f"kvroute: {line}", file=sys.stderr, flush=True)
+    """Talk goes to stderr: stdout is data. Where nobody listens any more, the work goes on."""
+    with contextlib.suppress(OSError):
+        print(f"kvroute: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,9 +16,9 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from shared.errors import ConfigError, EngineError
+from shared.errors import ConfigError, EngineError, KvrouteError
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +53,14 @@ def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, 
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
     options["runtime_env"] = {"env_vars": dict(environment)}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"--ray-address: cannot join Ray at {address or 'this host'!r}: {error}") from None
+    finally:
+        # Ray puts handlers of its own in place, which end the process on the spot.
+        signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
 
 
 def leave_ray() -> None:
@@ -74,12 +79,23 @@ def check_resources(num_workers: int, resources: WorkerResources) -> None:
     Raises:
         ConfigError: the cluster has less than the workers ask for; names both figures.
     """
+    if any(need > have for _, need, have in _needs(num_workers, resources)):
+        raise ConfigError(f"--workers: {describe_resources(num_workers, resources)}")
+
+
+def describe_resources(num_workers: int, resources: WorkerResources) -> str:
+    """What the workers ask for, and what the cluster has."""
+    needs = _needs(num_workers, resources)
+    return f"{num_workers} workers need " + ", ".join(
+        f"{need:g} {kind} of the {have:g} that the Ray cluster has" for kind, need, have in needs if need
+    )
+
+
+def _needs(num_workers: int, resources: WorkerResources) -> list[tuple[str, float, float]]:
+    """Kind of resource, what is needed, what there is."""
     have = ray.cluster_resources()
-    for kind, need in (("CPU", resources.num_cpus * num_workers), ("GPU", resources.num_gpus * num_workers)):
-        if need > have.get(kind, 0):
-            raise ConfigError(
-                f"--workers: {num_workers} workers need {need:g} {kind}, the Ray cluster has {have.get(kind, 0):g}"
-            )
+    kinds = (("CPU", resources.num_cpus), ("GPU", resources.num_gpus))
+    return [(kind, each * num_workers, have.get(kind, 0.0)) for kind, each in kinds]
 
 
 def start_actor(
@@ -100,7 +116,11 @@ def start_actor(
 
 
 async def call(method: Any, *, timeout_s: float, what: str) -> Any:
-    """Call an actor's method. Raises `EngineError` that names `what` when it fails or does not answer in time."""
+    """Call an actor's method.
+
+    Raises what the method raises on purpose, and `EngineError` that names `what` when it fails otherwise or does not
+    answer in time.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             answer: Awaitable[Any] = method.remote()
@@ -108,8 +128,10 @@ async def call(method: Any, *, timeout_s: float, what: str) -> Any:
     except TimeoutError:
         raise EngineError(f"{what}: no answer within {timeout_s:g} s") from None
     except RayTaskError as error:
+        if isinstance(error.cause, KvrouteError):
+            raise error.cause from None
         raise EngineError(f"{what}: {error.cause}") from error
-    except RayActorError as error:
+    except RayError as error:
         raise EngineError(f"{what}: {error}") from error
 
 

@@ -7,7 +7,6 @@ import contextlib
 import json
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
 from router.status import deployment_state
 from shared.config import Settings
-from shared.errors import ConfigError
+from shared.errors import ConfigError, NoWorker
 from shared.telemetry import set_up_logging
 
 _IN_FLIGHT_PER_SEQ = 4
@@ -32,8 +31,6 @@ class Invocation:
     """One call of one command."""
 
     settings: Settings
-    given: frozenset[str]
-    """Settings that the command line names."""
     own: Mapping[str, Any]
     """Arguments of the command itself."""
     say: Say
@@ -47,7 +44,6 @@ class Invocation:
 def run(
     command: str,
     settings: Settings,
-    given: frozenset[str],
     own: Mapping[str, Any],
     *,
     say: Say,
@@ -55,7 +51,18 @@ def run(
 ) -> int:
     """Run one command and give its exit code. `say` takes talk for people, `show` takes results."""
     set_up_logging(settings.log_level, settings.log_format)
-    return asyncio.run(_COMMANDS[command](Invocation(settings, given, own, say, show)))
+    try:
+        return asyncio.run(_interruptible(_COMMANDS[command](Invocation(settings, own, say, show))))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
+    """Let SIGTERM end a command as Ctrl-C does."""
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await command
 
 
 async def _batch(call: Invocation) -> int:
@@ -72,7 +79,10 @@ async def _batch(call: Invocation) -> int:
     )
     with prepared.journal:
         async with _serving(call, settings, run) as serving:
-            report = await run_rows(serving, prepared, progress=call.own["progress"] or None)
+            try:
+                report = await run_rows(serving, prepared, progress=call.own["progress"] or None)
+            except NoWorker as error:
+                raise NoWorker(f"{error}; the same command with --resume goes on with {call.own['output']}") from None
     call.say(summary_line(report, call.own["output"]))
     if report.is_interrupted:
         call.say(f"interrupted: the same command with --resume goes on with {call.own['output']}")
@@ -115,7 +125,7 @@ async def _up(call: Invocation) -> int:
 
 
 async def _down(call: Invocation) -> int:
-    was_running = await launch.take_down(call.run_dir)
+    was_running = await launch.take_down(call.run_dir, call.say)
     call.say("stopped" if was_running else "nothing is running")
     return EXIT_OK
 
@@ -185,25 +195,43 @@ async def _serving(call: Invocation, settings: Settings, run: runfile.Run | None
         call.say(f"using the {len(run.workers)} workers of `kvroute up`")
     entering = launch.launched(settings, call.say) if run is None else launch.attached(run, settings, call.say)
     async with entering as serving:
-        end_on_sigterm()
         yield serving
 
 
-def end_on_sigterm() -> None:
-    """Let SIGTERM end the calling task as Ctrl-C does. Called after Ray, which puts a handler of its own in place."""
-    task = asyncio.current_task()
-    if task is not None and sys.platform != "win32":
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+_OF_THE_WORKERS = frozenset(
+    {
+        "model",
+        "served_model_name",
+        "engine",
+        "workers",
+        "block_size",
+        "max_model_len",
+        "max_num_seqs",
+        "kv_cache_blocks",
+        "kv_cache_bytes",
+        "gpu_memory_utilization",
+        "tensor_parallel_size",
+        "gpus_per_worker",
+        "dtype",
+        "eviction",
+        "engine_args",
+        "redis_url",
+        "ray_address",
+    }
+)
+"""Settings that are fixed once workers run."""
 
 
 def _run_to_attach(call: Invocation) -> runfile.Run | None:
-    """The running deployment that a batch may use: one of the same model, where no own workers are asked for."""
+    """The running deployment that a batch may use: one that has all that is asked of workers, if anything is."""
     run = runfile.read_run(call.run_dir)
-    if run is None or not run.is_ready or call.given & {"workers", "redis_url", "ray_address"}:
+    if run is None or not run.is_ready:
         return None
-    if "model" in call.given and run.settings.get("model") != call.settings.model:
+    running = Settings(**run.settings)
+    asked = call.settings.model_fields_set & _OF_THE_WORKERS
+    if "workers" in asked or any(getattr(call.settings, name) != getattr(running, name) for name in asked):
         return None
-    if not runfile.processes_of(run.marker):
+    if not run.is_alive:
         raise ConfigError("`kvroute up` has died without `kvroute down`; run that, or ask for own --workers")
     return run
 
@@ -212,11 +240,9 @@ def _with_run(settings: Settings, run: runfile.Run | None) -> Settings:
     """Settings with those that a running deployment has fixed; the rest stays the caller's."""
     if run is None:
         return settings
-    fixed = {name: run.settings[name] for name in _FIXED_BY_RUN if name in run.settings}
-    return Settings(**{**settings.model_dump(exclude_unset=True), **fixed})
-
-
-_FIXED_BY_RUN = ("model", "served_model_name", "block_size", "engine", "cache_dir")
+    running = Settings(**run.settings)
+    fixed = {name: getattr(running, name) for name in (*_OF_THE_WORKERS, "cache_dir")}
+    return settings.model_copy(update=fixed)
 
 
 def _status_text(state: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from router import launch
 from router.batch import BatchReport, Row, prepare_batch
 from router.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
-from router.commands import end_on_sigterm, run_rows
+from router.commands import run_rows
 from router.demo_input import demo_rows
 from router.launch import Say
 from router.requests import RequestTrace
@@ -79,7 +79,6 @@ async def _run_policy(settings: Settings, input_path: Path, output_path: Path, s
 
     with prepare_batch(input_path, output_path, served_model=settings.model_name, resume=False) as prepared:
         async with launch.launched(settings, say) as serving:
-            end_on_sigterm()
             return await run_rows(serving, prepared, max_in_flight=_MAX_IN_FLIGHT, on_row=tell, progress=False)
 
 

@@ -10,8 +10,11 @@ from shared.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+"""Far over what anybody stops at, far under what would weigh on the way to a worker."""
 MAX_LABEL_CHARS = 512
 """Longest name: a model's, a user's, a cache salt."""
+_MAX_NAME_CHARS = 64
 _MAX_INTEGER = (1 << 63) - 1
 _MAX_TOKEN_ID = (1 << 31) - 1
 
@@ -21,6 +24,11 @@ Check = Callable[[Any, str], Any]
 def brief(value: Any) -> str:
     """A caller's value as it is quoted in a message: cut short, whatever its size."""
     return reprlib.repr(value)
+
+
+def brief_name(name: str) -> str:
+    """A caller's name of a field as it is quoted in a message: cut short, whatever its size."""
+    return name if len(name) <= _MAX_NAME_CHARS else name[: _MAX_NAME_CHARS - 3] + "..."
 
 
 def wrong_type(value: Any, param: str, wanted: str) -> InvalidRequest:
@@ -114,6 +122,13 @@ def token_ids(value: Any, param: str) -> tuple[int, ...]:
         return tuple(value)
     check = integer(0, _MAX_TOKEN_ID)
     return tuple([check(item, f"{param}[{index}]") for index, item in enumerate(value)])
+
+
+def stop_token_ids(value: Any, param: str) -> tuple[int, ...]:
+    found = token_ids(value, param)
+    if len(found) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"Invalid '{param}': at most {MAX_STOP_TOKEN_IDS} ids are allowed.", param=param)
+    return found
 
 
 def stop_strings(value: Any, param: str) -> tuple[str, ...]:

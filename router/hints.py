@@ -53,13 +53,14 @@ class Hints:
         if promise not in self._live:
             return
         self._live.discard(promise)
-        key_to_num = self._worker_to_num_promises[promise.worker]
+        # A prompt shorter than a block promises nothing: its worker may have no counts at all.
+        key_to_num = self._worker_to_num_promises.get(promise.worker, Counter())
         for key in promise.keys:
             key_to_num[key] -= 1
             if not key_to_num[key]:
                 del key_to_num[key]
         if not key_to_num:
-            del self._worker_to_num_promises[promise.worker]
+            self._worker_to_num_promises.pop(promise.worker, None)
 
     def forget(self, worker: WorkerId) -> None:
         """Withdraw everything promised to a worker that is gone or begins a new life. Modifies."""

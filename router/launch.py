@@ -80,6 +80,8 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
             environment=_worker_environment(marker, is_own_ray=not settings.ray_address),
         )
         stack.callback(cluster.leave_ray)
+        if not settings.ray_address:
+            stack.callback(runfile.end_processes, marker)
         secret = secrets.token_bytes(32)
         workers = await _start_workers(settings, redis_url, secret, say, stack, is_detached=False)
         infos = tuple(info for info, _ in workers.values())
@@ -106,48 +108,59 @@ async def bring_up(settings: Settings, run_dir: Path, say: Say) -> runfile.Run:
     Raises:
         ConfigError: one is running already.
     """
-    known = runfile.read_run(run_dir)
-    if known is not None:
-        if runfile.processes_of(known.marker):
-            raise ConfigError(f"a deployment is running already ({known.settings.get('model')}); see `kvroute status`")
-        runfile.remove_run(run_dir)
-    marker = runfile.new_marker()
-    run = runfile.Run(
-        marker,
-        secrets.token_hex(32),
-        settings.model_dump(mode="json", exclude_unset=True),
-        redis_url=settings.redis_url,
-    )
-    runfile.write_run(run_dir, run)
-    try:
-        async with contextlib.AsyncExitStack() as stack:
-            return await _bring_up(settings, run_dir, run, say, stack)
-    except BaseException:
-        runfile.end_processes(marker)
-        runfile.remove_run(run_dir)
-        raise
+    with runfile.starting(run_dir):
+        known = runfile.read_run(run_dir)
+        if known is not None and known.is_alive:
+            raise ConfigError(
+                f"a deployment is running already ({known.settings.get('model')}); see `kvroute status`, "
+                "and `kvroute down` ends it"
+            )
+        run = runfile.Run(
+            runfile.new_marker(),
+            secrets.token_hex(32),
+            settings.model_dump(mode="json", exclude_unset=True),
+            redis_url=settings.redis_url,
+        )
+        runfile.write_run(run_dir, run)
+        try:
+            async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as undo:
+                run = await _bring_up(settings, run_dir, run, say, stack, undo)
+                undo.pop_all()
+                return run
+        except BaseException:
+            runfile.end_processes(run.marker)
+            runfile.remove_run(run_dir)
+            raise
 
 
-async def take_down(run_dir: Path) -> bool:
+async def take_down(run_dir: Path, say: Say) -> bool:
     """End the deployment of the run file; says whether there was one."""
     run = runfile.read_run(run_dir)
     if run is None:
         return False
-    if run.settings.get("ray_address"):
-        # The actors live in a Ray of somebody else: they end by name, the Ray stays.
-        cluster.connect_ray(run.ray_address, num_local_cpus=0, environment={})
-        for worker in run.workers:
-            actor = cluster.find_actor(_actor_name(WorkerId(worker)))
-            if actor is not None:
-                with contextlib.suppress(EngineError):
-                    await cluster.call(actor.stop, timeout_s=10.0, what=worker)
-                cluster.kill_actor(actor)
-        cluster.leave_ray()
+    if not run.has_own_ray:
+        await _end_actors(run, say)
     await asyncio.to_thread(runfile.end_processes, run.marker)
     if run.redis_url and not run.settings.get("redis_url"):
         stop_detached(run.redis_url)
     runfile.remove_run(run_dir)
     return True
+
+
+async def _end_actors(run: runfile.Run, say: Say) -> None:
+    """End the workers that live in a Ray of somebody else, which itself stays."""
+    try:
+        cluster.connect_ray(run.ray_address, num_local_cpus=0, environment={})
+    except ConfigError as error:
+        say(f"{error}; workers that live there still have to be ended there")
+        return
+    try:
+        for worker in run.workers:
+            actor = cluster.find_actor(_actor_name(WorkerId(worker)))
+            if actor is not None:
+                await _stop_worker(WorkerId(worker), actor)
+    finally:
+        cluster.leave_ray()
 
 
 async def live_workers(run: runfile.Run, settings: Settings) -> list[WorkerRecord]:
@@ -160,8 +173,14 @@ async def live_workers(run: runfile.Run, settings: Settings) -> list[WorkerRecor
 
 
 async def _bring_up(
-    settings: Settings, run_dir: Path, run: runfile.Run, say: Say, stack: contextlib.AsyncExitStack
+    settings: Settings,
+    run_dir: Path,
+    run: runfile.Run,
+    say: Say,
+    stack: contextlib.AsyncExitStack,
+    undo: contextlib.AsyncExitStack,
 ) -> runfile.Run:
+    """The steps of `bring_up`. `stack` ends with this process's part, `undo` only where the whole fails."""
     await _prepare_model(settings, say)
     environment = _environment(run.marker)
     if not run.redis_url:
@@ -186,7 +205,7 @@ async def _bring_up(
     run = replace(run, workers=tuple(_worker_ids(settings)))
     runfile.write_run(run_dir, run)
     await _start_workers(
-        settings, run.redis_url, bytes.fromhex(run.secret), say, stack, is_detached=True, ids=run.workers
+        settings, run.redis_url, bytes.fromhex(run.secret), say, undo, is_detached=True, ids=run.workers
     )
     run = replace(run, is_ready=True)
     runfile.write_run(run_dir, run)
@@ -206,7 +225,9 @@ async def _start_workers(
     """Start all workers and wait until each has told that it serves."""
     num_gpus = (settings.gpus_per_worker or settings.tensor_parallel_size) if _is_gpu_build() else 0
     resources = WorkerResources(num_cpus=1, num_gpus=num_gpus)
-    cluster.check_resources(settings.workers, resources)
+    if not settings.ray_address:
+        # A cluster of somebody else may grow on demand; one of ours will not.
+        cluster.check_resources(settings.workers, resources)
     is_local = cluster.is_single_node()
     if not is_local and not settings.redis_url:
         raise ConfigError("--redis-url: needed where Ray has more than one node, since the embedded store is local")
@@ -217,12 +238,14 @@ async def _start_workers(
         actor = cluster.start_actor(
             WorkerActor, _actor_name(worker), resources, is_detached=is_detached, options=options.to_wire()
         )
-        if not is_detached:
-            stack.push_async_callback(_stop_worker, worker, actor)
+        stack.push_async_callback(_stop_worker, worker, actor)
         worker_to_actor[worker] = actor
 
     async def ready(worker: WorkerId, actor: Any) -> WorkerInfo:
-        raw = await cluster.call(actor.ready, timeout_s=settings.start_timeout_s, what=f"worker {worker}")
+        try:
+            raw = await cluster.call(actor.ready, timeout_s=settings.start_timeout_s, what=f"worker {worker}")
+        except EngineError as error:
+            raise EngineError(f"{error}; {cluster.describe_resources(settings.workers, resources)}") from error
         info = decode_record(WorkerInfo, raw)
         say(f"worker {worker} is ready: {info.engine}, {info.num_blocks} blocks of {settings.block_size} tokens")
         return info
@@ -313,8 +336,8 @@ def _scheme(settings: Settings) -> CacheScheme:
 
 
 def _worker_ids(settings: Settings) -> list[str]:
-    """Short names; on a store that others may use too they carry a tag that makes them unique there."""
-    tag = f"-{secrets.token_hex(3)}" if settings.redis_url else ""
+    """Short names; on a store or a Ray that others may use too they carry a tag that makes them unique there."""
+    tag = f"-{secrets.token_hex(3)}" if settings.redis_url or settings.ray_address else ""
     return [f"w{index}{tag}" for index in range(settings.workers)]
 
 

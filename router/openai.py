@@ -195,7 +195,7 @@ _SAMPLING_CHECKS: Mapping[str, fields.Check] = {
     "repetition_penalty": fields.number(0, MAX_REPETITION_PENALTY, is_low_open=True),
     "min_tokens": fields.integer(0),
     "ignore_eos": fields.flag,
-    "stop_token_ids": fields.token_ids,
+    "stop_token_ids": fields.stop_token_ids,
 }
 _CHECKS: Mapping[str, fields.Check] = {
     **_SAMPLING_CHECKS,
@@ -246,7 +246,8 @@ def _refuse_unsupported(endpoint: Endpoint, given: Mapping[str, Any], own_field:
             if fields.flag(value, name) and not allow_stream:
                 raise InvalidRequest("'stream' is not supported in a batch.", param=name)
         elif name not in _UNSUPPORTED:
-            raise InvalidRequest(f"Unrecognized request argument supplied: {name}", param=name)
+            unknown = fields.brief_name(name)
+            raise InvalidRequest(f"Unrecognized request argument supplied: {unknown}", param=unknown)
         elif not any(type(value) is type(neutral) and value == neutral for neutral in _UNSUPPORTED[name]):
             choices = " or ".join(repr(neutral) for neutral in _UNSUPPORTED[name])
             only = f" (only {choices} is)" if choices else ""
@@ -298,7 +299,8 @@ def _message(value: Any, param: str) -> dict[str, Any]:
         )
     for name in given:
         if name not in _MESSAGE_FIELDS:
-            raise InvalidRequest(f"'{param}.{name}' is not supported.", param=f"{param}.{name}")
+            unknown = f"{param}.{fields.brief_name(name)}"
+            raise InvalidRequest(f"'{unknown}' is not supported.", param=unknown)
     message = {name: fields.text(given[name], f"{param}.{name}") for name in given if name != "content"}
     message["content"] = _content(given["content"], f"{param}.content")
     return message
@@ -320,5 +322,6 @@ def _text_part(value: Any, param: str) -> str:
         )
     for name in part:
         if name not in ("type", "text"):
-            raise InvalidRequest(f"'{param}.{name}' is not supported.", param=f"{param}.{name}")
+            unknown = f"{param}.{fields.brief_name(name)}"
+            raise InvalidRequest(f"'{unknown}' is not supported.", param=unknown)
     return fields.text(part.get("text"), f"{param}.text")

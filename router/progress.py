@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from tqdm import tqdm
@@ -17,7 +18,8 @@ PLAIN_INTERVAL_S = 10.0
 class Progress:
     """Counts finished rows and shows them on one stream. Never changes what is counted elsewhere.
 
-    `clock` is the loop's. On a stream that is no terminal nothing is shown unless `wanted` is true.
+    `clock` is the loop's. On a stream that is no terminal nothing is shown unless `wanted` is true. A stream that
+    breaks, as that of a closed terminal does, is shown nothing more: what nobody sees ends no run.
     """
 
     def __init__(
@@ -36,7 +38,8 @@ class Progress:
         self._started_at_s = self._shown_at_s = clock()
         self._bar: tqdm | None = None
         if is_terminal and wanted is not False:
-            self._bar = tqdm(desc=DESCRIPTION, unit="req", total=num_rows, initial=num_done, file=stream)
+            with self._while_it_lasts():
+                self._bar = tqdm(desc=DESCRIPTION, unit="req", total=num_rows, initial=num_done, file=stream)
 
     def answered(self, usage: Usage) -> None:
         """Count one answered row."""
@@ -53,21 +56,33 @@ class Progress:
     def tick(self) -> None:
         """Show a plain line if one is due. Called about once a second."""
         if self._is_plain and self._clock() - self._shown_at_s >= PLAIN_INTERVAL_S:
-            self._show_line()
+            with self._while_it_lasts():
+                self._show_line()
 
     def close(self) -> None:
         """Show the last state and leave the stream alone."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._postfix(), refresh=False)
-            self._bar.close()
-        elif self._is_plain:
-            self._show_line()
+        with self._while_it_lasts():
+            if self._bar is not None:
+                self._bar.set_postfix_str(self._postfix(), refresh=False)
+                self._bar.close()
+            elif self._is_plain:
+                self._show_line()
 
     def _advance(self) -> None:
         self._num_done += 1
         if self._bar is not None:
-            self._bar.set_postfix_str(self._postfix(), refresh=False)
-            self._bar.update()
+            with self._while_it_lasts():
+                self._bar.set_postfix_str(self._postfix(), refresh=False)
+                self._bar.update()
+
+    @contextlib.contextmanager
+    def _while_it_lasts(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            if self._bar is not None:
+                self._bar.disable = True
+            self._bar, self._is_plain = None, False
 
     def _postfix(self) -> str:
         hit = self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0

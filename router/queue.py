@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from router.fleet import Booking, Fleet
 from router.hints import Hints, Promise
@@ -26,7 +26,11 @@ logger = logging.getLogger(__name__)
 _LOOKED_AT = 128
 """Most held requests that one pass ranks: bounds the cost of an event, and the rest are younger or longer anyway."""
 _REMATCH_S = 0.25
-"""A held request's match older than this is asked for again before it decides anything."""
+"""The directory is asked again for a request held this long: what its worker holds may have changed."""
+_REMATCH_AT_ONCE = 8
+"""Matches that are asked for again side by side: few, so that new requests' own do not queue behind them."""
+_PATIENCE_PREFILLS = 4.0
+"""A request that waits for blocks longer than this many mean prefills is not overtaken on its worker any more."""
 _MEAN_WEIGHT = 0.05
 """Weight of the newest request in running means: about the last twenty count."""
 _NOMINAL_OUTPUT_TOKENS = 64
@@ -55,7 +59,8 @@ class _Held:
     excluded: frozenset[WorkerId]
     placed: asyncio.Future[Placement]
     worker_to_match: Mapping[WorkerId, Match] = field(default_factory=dict)
-    matched_at_s: float = float("-inf")
+    matched_at_s: float | None = None
+    """When the directory was last asked; `None` until it has answered for the first time."""
 
 
 class HoldQueue:
@@ -91,20 +96,28 @@ class HoldQueue:
         self._mean_own_tokens = 0.0
         self._mean_output_tokens = float(_NOMINAL_OUTPUT_TOKENS)
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_closed = False
+        self._version = 0
+        """Counts changes of the held requests, so that a pass over equal loads and requests is not made twice."""
+        self._last_pass: tuple[object, ...] = ()
 
     def __len__(self) -> int:
         return len(self._held)
 
     def start(self) -> None:
         """Begin to bind requests."""
-        self._task = asyncio.create_task(self._run(), name="hold-queue")
+        self._tasks = [
+            asyncio.create_task(self._run(), name="hold-queue"),
+            asyncio.create_task(self._keep_matches_fresh(), name="hold-queue-matches"),
+        ]
 
     async def close(self) -> None:
-        """Stop; whoever still waits gets `NoWorker`."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Stop; whoever still waits, or comes later, gets `NoWorker`."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_all(NoWorker("the router is closing"))
 
     def poke(self) -> None:
@@ -116,8 +129,11 @@ class HoldQueue:
     ) -> Placement:
         """Wait until the request is bound and booked. Cancelling leaves nothing behind.
 
-        Raises `Overloaded` when the queue is full, `NoWorker` when nothing took the request within the timeout.
+        Raises `Overloaded` when the queue is full or all workers were busy for the whole timeout, `NoWorker` when there
+        is none at its end.
         """
+        if self._is_closed:
+            raise NoWorker("the router is closing")
         if len(self._held) >= self._max_held:
             raise Overloaded(f"{len(self._held)} requests are held already", retry_after_s=1.0)
         num_blocks = -(-(request.num_prompt_tokens + self._expected_output_tokens(request)) // self._block_size_tokens)
@@ -136,14 +152,17 @@ class HoldQueue:
         )
         self._num_taken += 1
         self._held[held] = None
-        self.poke()
         try:
             async with asyncio.timeout(self._timeout_s):
+                await self._ask_directory(held)
+                self.poke()
                 return await held.placed
         except TimeoutError:
             if _is_bound(held.placed):
                 return held.placed.result()
-            raise NoWorker(f"no worker took the request within {self._timeout_s:g} s", retry_after_s=1.0) from None
+            if not self._fleet.worker_to_instance:
+                raise NoWorker(f"there is no worker, and none came within {self._timeout_s:g} s") from None
+            raise Overloaded(f"no worker took the request within {self._timeout_s:g} s", retry_after_s=1.0) from None
         except asyncio.CancelledError:
             if _is_bound(held.placed):
                 # The decision came in the very moment of the cancel: its claims must not outlive it.
@@ -163,46 +182,75 @@ class HoldQueue:
             await self._changed.wait()
             self._changed.clear()
             try:
-                await self._decide()
+                self._decide()
             except Exception as error:
                 # A fault in a policy must reach whoever waits for it, not end the queue in silence.
                 logger.exception("deciding failed")
                 self._fail_all(KvrouteError(f"routing failed: {error}"))
+
+    async def _keep_matches_fresh(self) -> None:
+        """Ask the directory again for those that wait long. Decisions never wait for this."""
+        while True:
+            await asyncio.sleep(_REMATCH_S)
+            oldest_s = self._clock() - _REMATCH_S
+            stale = [
+                held
+                for held in list(self._held)[:_LOOKED_AT]
+                if held.matched_at_s is not None and held.matched_at_s <= oldest_s
+            ]
+            for start in range(0, len(stale), _REMATCH_AT_ONCE):
+                await asyncio.gather(*(self._ask_directory(held) for held in stale[start : start + _REMATCH_AT_ONCE]))
+            if stale:
+                self.poke()
+
+    async def _ask_directory(self, held: _Held) -> None:
+        if self._policy.is_cache_aware:
+            held.worker_to_match = await self._match(held.keys)
+        held.matched_at_s = self._clock()
+        self._version += 1
 
     def _fail_all(self, error: KvrouteError) -> None:
         for held in self._held:
             if not held.placed.done():
                 held.placed.set_exception(error)
 
-    async def _decide(self) -> None:
+    def _decide(self) -> None:
         """Bind whoever can be bound now, most urgent first."""
-        if not self._has_room(self._fleet.loads()):
-            return
-        in_order = await self._in_order()
         loads = self._fleet.loads()
-        for held in in_order:
-            if not self._has_room(loads):
+        this_pass = (self._version, tuple(map(_load_that_decides, loads)))
+        if not self._has_room(loads) or this_pass == self._last_pass:
+            return
+        self._last_pass = this_pass
+        fleet_state = self._fleet_state(loads)
+        reserved: set[WorkerId] = set()
+        for held in self._in_order(fleet_state):
+            free = [load for load in loads if load.worker not in reserved]
+            if not self._has_room(free):
                 return
-            if not held.placed.done() and self._decide_one(held, loads):
+            ranking = self._decide_one(held, free, fleet_state)
+            if ranking.can_send:
                 loads = self._fleet.loads()
+            elif (
+                ranking.lacks_blocks
+                and self._clock() - held.arrived_at_s > _PATIENCE_PREFILLS * fleet_state.mean_full_s
+            ):
+                # Else small requests would take every block that comes free, and the large one would wait for ever.
+                reserved.add(ranking.order[0].worker)
+
+    def _is_out_of_patience(self, held: _Held, fleet_state: FleetState) -> bool:
+        return self._clock() - held.arrived_at_s > _PATIENCE_PREFILLS * fleet_state.mean_full_s
 
     def _has_room(self, loads: Sequence[Load]) -> bool:
         """Whether anybody could take anything: the cheap question before the dear ones."""
         return any(load.has_free_slot for load in loads) if self._policy.is_late_binding else bool(loads)
 
-    async def _in_order(self) -> list[_Held]:
-        """The held requests to look at, each with a match that is fresh enough."""
-        held_requests = list(self._held)
-        if self._policy.is_late_binding and len(held_requests) > 1:
-            now, fleet_state = self._clock(), self._fleet_state(self._fleet.loads())
-            held_requests.sort(key=lambda held: -self._urgency(held, now, fleet_state))
-        held_requests = held_requests[:_LOOKED_AT]
-        for held in held_requests:
+    def _in_order(self, fleet_state: FleetState) -> list[_Held]:
+        """The held requests to look at."""
+        waiting = [held for held in self._held if held.matched_at_s is not None and not held.placed.done()]
+        if self._policy.is_late_binding and len(waiting) > 1:
             now = self._clock()
-            if now - held.matched_at_s > _REMATCH_S:
-                held.worker_to_match = await self._match(held.keys)
-                held.matched_at_s = now
-        return held_requests
+            waiting.sort(key=lambda held: -self._urgency(held, now, fleet_state))
+        return waiting[:_LOOKED_AT]
 
     def _urgency(self, held: _Held, now_s: float, fleet_state: FleetState) -> float:
         best_match = max((match.num_blocks for match in held.worker_to_match.values()), default=0)
@@ -210,28 +258,32 @@ class HoldQueue:
         own_s = max(1, own_tokens) * fleet_state.prefill_s_per_token
         return self._policy.urgency(now_s - held.arrived_at_s, own_s, fleet_state)
 
-    def _decide_one(self, held: _Held, loads: Sequence[Load]) -> bool:
-        """Bind one request if its best worker may be sent to; says whether it did."""
+    def _decide_one(self, held: _Held, loads: Sequence[Load], fleet_state: FleetState) -> Ranking:
+        """Rank the workers for one request, and bind it if its best may be sent to."""
         # Who has failed this request is asked again only where nobody else is left.
         allowed = [load for load in loads if load.worker not in held.excluded] or loads
         candidates = [Candidate(load, self._matched_tokens(held, load)) for load in allowed]
-        ranking = self._policy.rank(self._rank_request(held), candidates, self._fleet_state(loads), self._rng)
-        if not ranking.can_send:
-            return False
-        best = ranking.order[0]
-        load = next(load for load in loads if load.worker == best.worker)
-        own_tokens = held.rank_request.num_prompt_tokens - best.matched_tokens
+        ranking = self._policy.rank(held.rank_request, candidates, fleet_state, self._rng)
+        if ranking.can_send:
+            best = ranking.order[0]
+            load = next(load for load in loads if load.worker == best.worker)
+            self._bind(held, load, best.matched_tokens, ranking)
+        return ranking
+
+    def _bind(self, held: _Held, load: Load, matched_tokens: int, ranking: Ranking) -> None:
+        own_tokens = held.rank_request.num_prompt_tokens - matched_tokens
         booking = self._fleet.book(
             load,
             held.request.request,
             uncached_tokens=own_tokens,
-            demand_blocks=held.rank_request.demand_blocks - best.matched_tokens // self._block_size_tokens,
+            # Cached blocks count too: those that nobody holds leave the free ones when the request takes them.
+            demand_blocks=held.rank_request.demand_blocks,
         )
-        promise = self._hints.promise(best.worker, held.keys)
+        promise = self._hints.promise(load.worker, held.keys)
         self._note_sent(held.rank_request.num_prompt_tokens, own_tokens)
         self._held.pop(held)
-        held.placed.set_result(Placement(booking, promise, best.matched_tokens, ranking))
-        return True
+        self._version += 1
+        held.placed.set_result(Placement(booking, promise, matched_tokens, ranking))
 
     def _matched_tokens(self, held: _Held, load: Load) -> int:
         """Prompt tokens that the worker will not have to compute, resident or promised."""
@@ -248,9 +300,6 @@ class HoldQueue:
         num_usable = num_usable_blocks(held.request.num_prompt_tokens, self._block_size_tokens)
         tokens = min(num_blocks, num_usable) * self._block_size_tokens
         return tokens if tokens >= self._min_prefix_tokens else 0
-
-    def _rank_request(self, held: _Held) -> RankRequest:
-        return replace(held.rank_request, age_s=self._clock() - held.arrived_at_s)
 
     def _fleet_state(self, loads: Sequence[Load]) -> FleetState:
         """Means kept in tokens, given in the seconds of this fleet, so that they hold when speeds become known."""
@@ -274,3 +323,8 @@ class HoldQueue:
 
 def _is_bound(placed: asyncio.Future[Placement]) -> bool:
     return placed.done() and not placed.cancelled() and placed.exception() is None
+
+
+def _load_that_decides(load: Load) -> tuple[object, ...]:
+    """What of a load can change a decision; its fitted times drift with every step and would never compare equal."""
+    return load.worker, load.instance, load.num_requests, load.queued_prefill_tokens, load.kv_used_blocks

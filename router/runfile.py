@@ -7,11 +7,12 @@ environment, so that a start that was cut short can still be undone completely.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from shared.errors import ConfigError
 MARKER_VARIABLE = "_KVROUTE_MARKER"
 """Environment variable that names the run a process belongs to. Not a setting: it has another prefix."""
 _FILE_NAME = "kvroute.json"
+_LOCK_NAME = "lock"
 _GRACE_S = 3.0
 """How long processes may take to end by themselves before they are killed."""
 
@@ -42,6 +44,16 @@ class Run:
     workers: tuple[str, ...] = field(default=())
     is_ready: bool = False
 
+    @property
+    def has_own_ray(self) -> bool:
+        """Whether the Ray that the workers live in was started here, and ends with the run."""
+        return not self.settings.get("ray_address")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anything of the run lives, as far as this host can tell; workers elsewhere tell by their leases."""
+        return not self.has_own_ray or bool(processes_of(self.marker))
+
 
 def new_marker() -> str:
     """A marker for the processes of one run."""
@@ -56,6 +68,28 @@ def default_run_dir() -> Path:
     return Path(tempfile.gettempdir()) / f"kvroute-{os.getuid()}"
 
 
+@contextlib.contextmanager
+def starting(run_dir: Path) -> Iterator[None]:
+    """Be the only one that starts something in this folder, for as long as this lasts or the process lives.
+
+    Raises:
+        ConfigError: somebody else is, or the folder is not ours or cannot be written.
+    """
+    try:
+        _make_own_folder(run_dir)
+        descriptor = os.open(run_dir / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"--run-dir: cannot write {run_dir}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another `kvroute up` is starting in {run_dir}") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def write_run(run_dir: Path, run: Run) -> None:
     """Write the run file, readable by its owner only, whole or not at all.
 
@@ -63,9 +97,7 @@ def write_run(run_dir: Path, run: Run) -> None:
         ConfigError: the folder is not ours or cannot be written.
     """
     try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if run_dir.stat().st_uid != os.getuid():
-            raise ConfigError(f"--run-dir: {run_dir} belongs to another user")
+        _make_own_folder(run_dir)
         descriptor, name = tempfile.mkstemp(dir=run_dir)
         with os.fdopen(descriptor, "w") as file:
             json.dump(asdict(run), file)
@@ -82,12 +114,18 @@ def read_run(run_dir: Path) -> Run | None:
     """
     path = run_dir / _FILE_NAME
     try:
+        if {run_dir.stat().st_uid, path.stat().st_uid} != {os.getuid()}:
+            # Whoever can write here could lend us workers of theirs, and have us end processes of ours.
+            raise ConfigError(f"--run-dir: {path} belongs to another user")
         fields = json.loads(path.read_text())
         return Run(**{**fields, "workers": tuple(fields["workers"])})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path} is not a run file of this version: {error}") from None
+        raise ConfigError(
+            f"{path} is not a run file of this version ({error}); end what it names with the version that wrote it, "
+            "or remove it"
+        ) from None
 
 
 def remove_run(run_dir: Path) -> None:
@@ -115,6 +153,12 @@ def end_processes(marker: str) -> int:
     _signal(leftover, psutil.Process.kill)
     psutil.wait_procs(leftover, timeout=_GRACE_S)
     return len(processes)
+
+
+def _make_own_folder(run_dir: Path) -> None:
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if run_dir.stat().st_uid != os.getuid():
+        raise ConfigError(f"--run-dir: {run_dir} belongs to another user")
 
 
 def _signal(processes: Iterable[psutil.Process], send: Any) -> None:

@@ -22,13 +22,11 @@ _ANSWER_S = 2.0
 
 async def deployment_state(run: runfile.Run, settings: Settings) -> dict[str, Any]:
     """What `kvroute status` shows, as plain values. A store or a worker that is silent is part of the answer."""
-    num_processes = len(runfile.processes_of(run.marker))
     state: dict[str, Any] = {
-        "is_running": num_processes > 0 and run.is_ready,
+        "is_running": run.is_ready and run.is_alive,
         "model": settings.model_name,
         "block_size": settings.block_size,
         "ray_address": run.ray_address,
-        "num_processes": num_processes,
         "store": "ok",
         "workers": [],
     }

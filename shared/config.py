@@ -28,7 +28,7 @@ MIN_BLOCK_SIZE_TOKENS, MAX_BLOCK_SIZE_TOKENS = 16, 256
 class Settings(BaseModel):
     """Everything a user may set. Field names are the flags' names with underscores."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = Field("", description="Hugging Face name, local folder, or a built-in: smollm2, tiny.")
     served_model_name: str = Field("", description="Name that requests use; default: the value of --model.")

@@ -11,7 +11,7 @@ KvrouteError
 +-- TransientError              the same request may well succeed later
 |   +-- Overloaded              queues are full
 |   +-- OutOfBlocks             the block pool has no room
-|   +-- NoWorker                no worker can take the request now
+|   +-- NoWorker                there is no worker
 |   +-- WorkerLost              the worker or the way to it died under the request
 |   +-- EngineError             the engine failed on this request
 |   +-- DirectoryUnavailable    the store did not answer in time
@@ -99,7 +99,7 @@ class OutOfBlocks(TransientError):
 
 
 class NoWorker(TransientError):
-    """No live worker can take the request now."""
+    """There is no worker: neither this request nor any other can be answered until one comes."""
 
 
 class WorkerLost(TransientError):

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
+import ray
 import ray.util
 
 from shared.messages import encode_record
 from shared.telemetry import set_up_logging
+from shared.types import WorkerInfo
 from worker.process import Worker, WorkerOptions
 
+logger = logging.getLogger(__name__)
+
+_RESTART_PAUSE_S = 5.0
+"""Between a failed start and the next one; also the time that whoever waits for `ready` has to hear why."""
 _ENGINE_DEAD_EXIT_CODE = 70
 """`EX_SOFTWARE`: Ray starts the actor again in a new process."""
 
@@ -22,7 +30,8 @@ class WorkerActor:
     """Owns one worker on an event loop of its own thread.
 
     The worker starts with the constructor and not with a method, so that Ray's restart of a dead actor is the whole
-    recovery: nobody has to notice it and call something.
+    recovery: nobody has to notice it and call something. For the same reason a start that fails ends the process: the
+    reason may be gone by the next one, as a lease or a GPU's memory that the former life still held.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -33,6 +42,7 @@ class WorkerActor:
         self._thread.start()
         self._worker = Worker(self._options, _exit_process, ray.util.get_node_ip_address())
         self._start = asyncio.run_coroutine_threadsafe(self._worker.start(), self._loop)
+        self._start.add_done_callback(self._end_if_failed)
 
     def ready(self) -> bytes:
         """Wait for the worker's start: its `WorkerInfo` as `messages.encode_record` gives it, or the start's error."""
@@ -43,9 +53,17 @@ class WorkerActor:
         return os.getpid()
 
     def stop(self) -> None:
-        """End the worker politely: its entries leave the directory, its engine ends."""
-        self._start.cancel()
-        asyncio.run_coroutine_threadsafe(self._worker.stop(), self._loop).result()
+        """End the worker politely: its entries leave the directory, its engine ends.
+
+        A worker that is still starting has promised nothing to anybody: it ends with its process.
+        """
+        if self._start.done():
+            asyncio.run_coroutine_threadsafe(self._worker.stop(), self._loop).result()
+
+    def _end_if_failed(self, start: Future[WorkerInfo]) -> None:
+        if not start.cancelled() and (error := start.exception()) is not None:
+            logger.error("worker %s did not start and is tried again: %s", self._options.worker, error)
+            self._loop.call_later(_RESTART_PAUSE_S, _exit_process, str(error))
 
 
 def _exit_process(reason: str) -> None:

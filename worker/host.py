@@ -156,10 +156,10 @@ class WorkerHost:
         """The load now: the engine's word, and the host's own for what the engine has not yet looked at."""
         stats = self._engine.stats()
         # The engine tells its load with each step, so that its last word may be about requests that have ended since.
-        num_running = min(stats.num_running, self._requests.num_live)
+        num_running = min(stats.num_running, self._requests.num_unended)
         return WorkerStatus(
             num_running=num_running,
-            num_waiting=self._requests.num_live - num_running,
+            num_waiting=self._requests.num_unended - num_running,
             queued_prefill_tokens=self._requests.queued_prefill_tokens,
             kv_used_blocks=stats.kv_used_blocks,
             kv_total_blocks=self._engine_info.num_blocks,

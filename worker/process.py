@@ -17,9 +17,10 @@ from typing import Any
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import Directory
+from shared.errors import WorkerIdTaken
 from shared.hashing import parity_key, tokenizer_fingerprint
 from shared.types import CacheScheme, Instance, WorkerId, WorkerInfo
-from worker.engines.base import BlockChange, Engine, OnBlocks, OnDeath
+from worker.engines.base import BlockChange, Engine, EngineInfo, OnBlocks, OnDeath
 from worker.engines.demo_model import prepare_model
 from worker.host import WorkerHost
 from worker.publisher import Publisher
@@ -69,7 +70,8 @@ class Worker:
     async def start(self) -> WorkerInfo:
         """Load the model, listen, register, and serve.
 
-        Raises `EngineError` or `ConfigError` when the engine cannot start, `WorkerIdTaken` when the id is in use.
+        Raises `EngineError` or `ConfigError` when the engine cannot start, `WorkerIdTaken` when another process goes on
+        holding the id.
         """
         try:
             return await self._start()
@@ -88,7 +90,8 @@ class Worker:
         engine = _ENGINES[settings.engine](settings, scheme, folder, self._on_blocks, self._engine_died)
         self._exit.push_async_callback(engine.close)
         engine_info = await engine.start()
-        directory = await connect_directory(options.redis_url, scheme, match_deadline_s=settings.redis_deadline_s)
+        # A store that is away is the publisher's business: it registers when the store is back.
+        directory = await connect_directory(options.redis_url, scheme, must_answer=False)
         self._exit.push_async_callback(directory.close)
         instance = Instance(secrets.token_hex(16))
         host = self._host = WorkerHost(
@@ -105,7 +108,7 @@ class Worker:
             instance=instance,
             address=await host.listen(self._listen_address()),
             scheme=scheme,
-            parity_key=parity_key(scheme, tokenizer_fingerprint(folder)),
+            parity_key=_parity_key(engine_info, scheme, folder),
             num_blocks=engine_info.num_blocks,
             max_num_seqs=engine_info.max_num_seqs,
             max_model_len_tokens=engine_info.max_model_len_tokens,
@@ -114,8 +117,21 @@ class Worker:
         )
         self._publisher = self._make_publisher(directory, engine, info)
         self._exit.push_async_callback(self._publisher.stop)
-        await self._publisher.start()
+        await self._register(self._publisher)
         return info
+
+    async def _register(self, publisher: Publisher) -> None:
+        """Take the id; a life before this one may hold it until its lease runs out."""
+        loop = asyncio.get_running_loop()
+        give_up_at_s = loop.time() + 2 * self._options.settings.lease_s
+        while True:
+            try:
+                await publisher.start()
+                return
+            except WorkerIdTaken:
+                if loop.time() >= give_up_at_s:
+                    raise
+                await asyncio.sleep(self._options.settings.heartbeat_s)
 
     def _make_publisher(self, directory: Directory, engine: Engine, info: WorkerInfo) -> Publisher:
         settings = self._options.settings
@@ -158,6 +174,11 @@ class Worker:
     def _die(self, reason: str) -> None:
         logger.error("worker %s ends: %s", self._options.worker, reason)
         self._on_death(reason)
+
+
+def _parity_key(engine_info: EngineInfo, scheme: CacheScheme, folder: Path) -> bytes:
+    """What routers compare with theirs; nothing of theirs is empty, so an engine without our keys matches nobody."""
+    return parity_key(scheme, tokenizer_fingerprint(folder)) if engine_info.is_cache_aware else b""
 
 
 def _make_vllm(settings: Settings, scheme: CacheScheme, folder: Path, on_blocks: OnBlocks, on_death: OnDeath) -> Engine:

@@ -47,6 +47,8 @@ class EngineRequests:
     def __init__(self, engine: Engine, max_model_len_tokens: int) -> None:
         self.queued_prefill_tokens = 0
         self.num_live = 0
+        self.num_unended = 0
+        """Live requests whose end has not been told yet: the load that goes out beside the news of an end."""
         self._engine = engine
         self._max_model_len_tokens = max_model_len_tokens
         self._live: dict[Session, dict[RequestKey, _Live]] = {}
@@ -74,6 +76,7 @@ class EngineRequests:
         )
         self._live.setdefault(session, {})[key] = live
         self.num_live += 1
+        self.num_unended += 1
         self.queued_prefill_tokens += live.queued_tokens
         self._idle.clear()
         live.task = asyncio.create_task(self._pump(live), name=f"kvroute-pump-{live.engine_request.request}")
@@ -157,6 +160,9 @@ class EngineRequests:
         if live.queued_tokens and (delta.token_ids or delta.cached_tokens is not None):
             self.queued_prefill_tokens -= live.queued_tokens
             live.queued_tokens = 0
+        if delta.finish is not None and not live.is_told:
+            live.is_told = True
+            self.num_unended -= 1
         live.session.push(
             live.key,
             live.num_sent_tokens,
@@ -165,7 +171,6 @@ class EngineRequests:
             cached_tokens=delta.cached_tokens,
         )
         live.num_sent_tokens += len(delta.token_ids)
-        live.is_told = delta.finish is not None
 
     def _end(self, live: _Live, task: asyncio.Task[None]) -> None:
         """Close the books on a request, also on one whose pump was stopped before it began."""
@@ -173,6 +178,7 @@ class EngineRequests:
             _logger.error("freeing request %s failed", live.engine_request.request, exc_info=task.exception())
         if not live.is_told:
             live.is_told = True
+            self.num_unended -= 1
             if live.fault is None:
                 live.session.push(live.key, live.num_sent_tokens, finish=FinishReason.ABORT)
             else:

@@ -75,8 +75,6 @@ class RankRequest:
     """Key of the prompt's first block, or of its tail where it has no full block: equal for equal beginnings."""
     demand_blocks: int
     """KV blocks that the request will need: its prompt and the running mean of output lengths."""
-    age_s: float = 0.0
-    """Time since the request arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,6 @@ class FleetState:
     """Prefill time of what no cache gave."""
     backlog_s: float = 0.0
     """Uncached prefill time of the requests that this router holds."""
-    round_trip_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +110,8 @@ class Ranking:
     order: tuple[Scored, ...]
     can_send: bool = True
     """Whether the best may be sent to now; if not, the request waits *for it* and is not sent elsewhere."""
+    lacks_blocks: bool = False
+    """Whether it waits only because the best has too few free blocks for it."""
 
     def explain(self) -> str:
         """The decision in one line, best worker first. Rendered only when somebody looks."""
@@ -128,6 +127,8 @@ class Policy(Protocol):
     """Ranks workers for a request."""
 
     name: str
+    is_cache_aware: bool
+    """Whether `matched_tokens` decides anything; if not, the directory is not asked."""
     is_late_binding: bool
     """Whether held requests are reordered by `urgency` and may wait for their worker."""
 

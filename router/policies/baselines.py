@@ -12,8 +12,9 @@ from router.policies.base import Candidate, FleetState, Ranking, RankRequest, Sc
 
 
 class _EarlyBinding:
-    """What the baselines share: send at once, never reorder."""
+    """What the baselines share: send at once, never reorder, know nothing of caches."""
 
+    is_cache_aware = False
     is_late_binding = False
 
     def urgency(self, age_s: float, own_s: float, fleet: FleetState) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from router.policies.base import Candidate, FleetState, Load, Ranking, RankRequest, Scored
+from router.policies.base import Candidate, FleetState, Ranking, RankRequest, Scored
 
 _OWN_PREFILL_WEIGHT = 1.5
 """Own prefill counts more than waiting, since it also delays whoever comes after."""
@@ -24,6 +24,7 @@ class CostPolicy:
     """Least expected time to first token, with late binding."""
 
     name = "cost"
+    is_cache_aware = True
     is_late_binding = True
 
     def rank(
@@ -36,7 +37,16 @@ class CostPolicy:
             ((self._score(request, candidate, fleet, pressure), candidate) for candidate in candidates),
             key=lambda pair: (pair[0].cost, _rendezvous(request.prefix_hash, pair[1])),
         )
-        return Ranking(tuple(scored for scored, _ in ranked), can_send=_has_room(request, ranked[0][1].load, fleet))
+        best = ranked[0][1].load
+        # A worker that runs nothing takes anything: what it cannot hold it refuses by name; no wait would mend that.
+        fits = best.num_requests == 0 or best.kv_used_blocks + request.demand_blocks <= best.kv_total_blocks
+        # It would have nothing to prefill before another word from it could reach this router.
+        runs_dry_soon = best.has_free_slot and best.queued_prefill_s < best.step_budget_s + best.status_age_s
+        return Ranking(
+            tuple(scored for scored, _ in ranked),
+            can_send=runs_dry_soon and fits,
+            lacks_blocks=runs_dry_soon and not fits,
+        )
 
     def urgency(self, age_s: float, own_s: float, fleet: FleetState) -> float:
         """A response ratio with squared age: short or cached prompts first, nobody for ever."""
@@ -58,14 +68,6 @@ def _own_prefill_s(request: RankRequest, candidate: Candidate) -> float:
     """Time to prefill what the candidate does not hold: at least one token, as in every engine."""
     num_tokens = max(1, request.num_prompt_tokens - candidate.matched_tokens)
     return num_tokens * candidate.load.prefill_s_per_token
-
-
-def _has_room(request: RankRequest, best: Load, fleet: FleetState) -> bool:
-    """Whether the best worker will run dry before another word from it could reach this router."""
-    news_s = best.step_budget_s + best.status_age_s + fleet.round_trip_s
-    # A worker that runs nothing takes anything: what it cannot hold it refuses by name, and no wait would mend that.
-    fits = best.num_requests == 0 or best.kv_used_blocks + request.demand_blocks <= best.kv_total_blocks
-    return best.has_free_slot and best.queued_prefill_s < news_s and fits
 
 
 def _rendezvous(prefix_hash: bytes, candidate: Candidate) -> int:

@@ -6,19 +6,24 @@ import asyncio
 from urllib.parse import urlsplit
 
 from shared.directory.base import Directory
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DirectoryUnavailable
 from shared.types import CacheScheme
 
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 async def connect_directory(
-    url: str, scheme: CacheScheme, *, match_deadline_s: float = 0.02, publish_deadline_s: float = 2.0
+    url: str,
+    scheme: CacheScheme,
+    *,
+    match_deadline_s: float = 0.02,
+    publish_deadline_s: float = 2.0,
+    must_answer: bool = True,
 ) -> Directory:
     """The directory at `url`: `memory://`, `redis://`, `rediss://` or `unix:///path`.
 
     `memory://` is a new, empty directory on the clock of the running loop, for this process alone. Raises `ConfigError`
-    for a malformed URL or a server that is too old, `DirectoryUnavailable` if none answers.
+    for a malformed URL or a server that is too old, `DirectoryUnavailable` if none answers and `must_answer`.
     """
     # Imported only when asked for: a router or tool on one kind needs nothing of the other.
     url_scheme = urlsplit(url).scheme
@@ -34,6 +39,10 @@ async def connect_directory(
     directory = RedisDirectory(url, scheme, match_deadline_s=match_deadline_s, publish_deadline_s=publish_deadline_s)
     try:
         await directory.connect()
+    except DirectoryUnavailable:
+        if must_answer:
+            await directory.close()
+            raise
     except BaseException:
         await directory.close()
         raise

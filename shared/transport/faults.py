@@ -26,12 +26,17 @@ _ERRORS: tuple[type[ClientError] | type[TransientError], ...] = (
     WorkerLost,
     EngineError,
 )
+MAX_FAULT_CHARS = 2000
 _ERROR_OF_CODE = {error_type.code: error_type for error_type in _ERRORS}
 
 
 def fault_of(error: KvrouteError) -> Fault:
     """What is sent for `error`. An error without a code of its own on the wire arrives as an `EngineError`."""
-    return Fault(error.code, str(error), getattr(error, "retry_after_s", None))
+    message = str(error)
+    if len(message) > MAX_FAULT_CHARS:
+        # Engines quote what they refuse, of any size, and an oversized frame would cost the whole connection.
+        message = message[:MAX_FAULT_CHARS] + "..."
+    return Fault(error.code, message, getattr(error, "retry_after_s", None))
 
 
 def error_of(fault: Fault) -> KvrouteError:

@@ -162,8 +162,8 @@ class TestCost:
             ]
             slow = FleetState(1e-4 * factor, FLEET.mean_full_s * factor, FLEET.mean_own_s * factor)
             policy = make_policy("cost")
-            ours = policy.rank(request(age_s=1.0), candidates, FLEET, random.Random(1))
-            theirs = policy.rank(request(age_s=factor), scaled, slow, random.Random(1))
+            ours = policy.rank(request(), candidates, FLEET, random.Random(1))
+            theirs = policy.rank(request(), scaled, slow, random.Random(1))
             assert [one.worker for one in ours.order] == [one.worker for one in theirs.order]
             assert ours.can_send == theirs.can_send
 

@@ -122,7 +122,10 @@ def test_deployment_comes_up_serves_batches_tells_its_state_and_goes_down(tmp_pa
             assert len(records) == 40
         usage = [record["response"]["body"]["usage"] for record in records]
         cached = [one["prompt_tokens_details"]["cached_tokens"] for one in usage]
-        assert all(cached), "the second batch finds what the first one left in the workers' caches"
+        prompt_tokens = sum(one["prompt_tokens"] for one in usage)
+        assert sum(cached) > 0.8 * prompt_tokens, (
+            "the second batch finds what the first one left in the workers' caches"
+        )
 
         status = run_command("status", "--json", *common, environment=environment)
         state = json.loads(status.stdout)

@@ -15,7 +15,7 @@ from shared.directory.base import Directory, WorkerRecord
 from shared.directory.memory import MemoryDirectory
 from shared.hashing import pack_tokens, parity_key
 from shared.telemetry import Metrics
-from shared.transport.base import OnChange, WorkerClient
+from shared.transport.base import Channel, OnChange, WorkerClient
 from shared.transport.client import ChannelClient
 from shared.types import CacheScheme, Instance, RequestId, RouterId, Sampling, WorkerId, WorkerInfo
 from tests.support.fakes import FakeEngine
@@ -79,6 +79,15 @@ class Rack:
         await slot.host.close()
         await slot.engine.close()
 
+    async def kill_worker(self, name: str) -> None:
+        """Let a worker's engine die: routers hear of it, the directory does not, and its lease runs out."""
+        slot = self.worker_to_slot.pop(WorkerId(name))
+        publishing = slot.publisher._task
+        assert publishing is not None
+        publishing.cancel()
+        slot.engine.die()
+        await slot.host.wait_closed()
+
     @contextlib.asynccontextmanager
     async def router(self, policy: str = "cost", **options: object) -> AsyncIterator[Router]:
         """A router over the rack that is checked for leftovers when it is done with."""
@@ -86,13 +95,18 @@ class Rack:
         rng = random.Random(5)
 
         def connect(record: WorkerRecord, on_change: OnChange) -> WorkerClient:
-            slot = self.worker_to_slot[record.info.worker]
+            async def open_channel() -> Channel:
+                slot = self.worker_to_slot.get(record.info.worker)
+                if slot is None:
+                    raise ConnectionRefusedError("the worker is gone")
+                return await slot.host.open_local()
+
             return ChannelClient(
                 record.info.worker,
                 record.info.instance,
                 router_id,
                 SECRET,
-                slot.host.open_local,
+                open_channel,
                 rng=rng,
                 on_change=on_change,
             )

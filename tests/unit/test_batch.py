@@ -21,7 +21,7 @@ from router.openai import Usage
 from router.progress import PLAIN_INTERVAL_S, Progress
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Tokenizer
-from shared.errors import ConfigError, InvalidRequest, NoWorker, OutputError, Overloaded, WorkerLost
+from shared.errors import ConfigError, EngineError, InvalidRequest, NoWorker, OutputError, Overloaded, WorkerLost
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key, unpack_tokens
 from shared.types import CacheScheme, FinishReason
 from tests.support.batches import MODEL, chat_row, read_records, token_row, write_rows
@@ -229,10 +229,22 @@ async def test_input_is_read_only_as_far_as_rows_are_taken(bench: Bench, monkeyp
 
 
 async def test_transient_errors_are_tried_again(bench: Bench) -> None:
-    fake = bench.fake(faults=[WorkerLost("gone"), NoWorker("none")])
+    fake = bench.fake(faults=[WorkerLost("gone"), EngineError("sick")])
     report = await bench.run([chat_row("r", "Hi")], fake, limits=FAST)
     assert (report.num_ok, bench.texts) == (1, {"r": "Hi"})
     assert len({request.request for request in fake.requests}) == 3
+
+
+async def test_run_without_workers_ends_and_is_resumed(bench: Bench) -> None:
+    rows = [chat_row(f"r{number}", "Hi") for number in range(20)]
+    fake = bench.fake(faults=[NoWorker("none came")])
+    with pytest.raises(NoWorker, match="none came"):
+        await bench.run(rows, fake)
+    assert fake.num_live == 0
+    assert all(record["error"] is None for record in bench.records().values())
+    assert len(bench.records()) < 20
+    await bench.run(rows, bench.fake(), resume=True)
+    assert len(bench.records()) == 20
 
 
 async def test_wait_for_a_retry_is_the_servers(bench: Bench) -> None:
@@ -434,3 +446,38 @@ def test_progress_is_silent_on_a_terminal_where_asked_for() -> None:
     stream = Terminal()
     Progress(stream, num_rows=2, num_done=0, clock=lambda: 0.0, wanted=False).close()
     assert stream.getvalue() == ""
+
+
+class ClosedTerminal(Terminal):
+    """A terminal that goes away after some writes."""
+
+    num_writes_left = 0
+
+    def write(self, text: str) -> int:
+        if not self.num_writes_left:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.num_writes_left -= 1
+        return super().write(text)
+
+
+@pytest.mark.parametrize("num_writes", [0, 2, 5])
+async def test_row_has_one_line_and_the_run_goes_on_where_progress_cannot_be_shown(
+    bench: Bench, num_writes: int
+) -> None:
+    bench.progress = ClosedTerminal()
+    bench.progress.num_writes_left = num_writes
+    report = await bench.run([chat_row(f"r{number}") for number in range(5)], bench.fake())
+    assert (report.num_ok, report.num_failed) == (5, 0)
+    assert len(bench.records()) == 5
+
+
+async def test_places_are_no_more_than_rows(bench: Bench) -> None:
+    limits = BatchLimits(max_in_flight=10**12)
+    report = await bench.run([chat_row("a"), chat_row("b")], bench.fake(), limits=limits)
+    assert report.num_ok == 2
+
+
+async def test_name_that_is_not_unicode_spoils_its_row_alone(bench: Bench) -> None:
+    report = await bench.run([chat_row("a", **{"\ud800": 1}), chat_row("b")], bench.fake())
+    assert (report.num_ok, report.num_failed) == (1, 1)
+    assert bench.error("a") == ("invalid_value", "\ud800")

@@ -74,6 +74,11 @@ def test_missing_input(tmp_path: Path) -> None:
     assert "No such file" in refused(tmp_path / "none.jsonl")
 
 
+def test_pipe_as_input_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "in.jsonl")
+    assert "is no regular file" in refused(tmp_path / "in.jsonl")
+
+
 def test_folder_as_input(tmp_path: Path) -> None:
     assert "directory" in refused(tmp_path)
 
@@ -321,6 +326,47 @@ def test_output_with_a_row_twice_is_refused(files: Files) -> None:
 def test_input_as_output_is_refused(files: Files) -> None:
     files.output = files.input
     assert "line 1 is not a result of a batch" in files.refused()
+
+
+@pytest.mark.parametrize("content", ['{"custom_id": "a"', "precious", "{", "\n", '{"id":"r0"}\nx'])
+def test_other_file_without_a_last_line_end_is_not_taken_for_a_torn_output(files: Files, content: str) -> None:
+    files.output.write_text(content)
+    if '{"id":"'.startswith(content):
+        files.open(resume=True).close()
+    else:
+        assert "is not a result of a batch" in files.refused()
+
+
+def test_zeros_after_a_power_cut_are_cut_as_a_torn_line_is(files: Files) -> None:
+    with files.open() as journal:
+        journal.append(files.result(0))
+    with files.output.open("ab") as file:
+        file.write(b'{"i' + bytes(100))
+    with files.open(resume=True) as journal:
+        assert journal.finished == {files.rows[0].key}
+    assert read_records(files.output) == [files.result(0)]
+
+
+def test_pipe_and_device_as_output_are_refused(files: Files) -> None:
+    os.mkfifo(files.output)
+    assert "is no regular file" in files.refused()
+    files.output = Path("/dev/full")
+    assert "is no regular file" in files.refused()
+
+
+def test_new_output_without_a_line_is_removed_again(files: Files) -> None:
+    with files.open():
+        assert files.output.exists()
+    assert not files.output.exists()
+    files.output.touch()
+    files.open(resume=True).close()
+    assert files.output.exists()
+
+
+def test_half_a_surrogate_pair_in_a_message_is_written_as_json_can(files: Files) -> None:
+    with files.open() as journal:
+        journal.append(files.error(0, InvalidRequest("no '\ud800é'", param="\ud800")))
+    assert read_records(files.output)[0]["error"]["message"] == "no '\ud800é'"
 
 
 def test_full_disk_leaves_whole_lines_and_says_so(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:

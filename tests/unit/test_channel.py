@@ -129,3 +129,7 @@ def test_errors_keep_their_class_over_the_wire() -> None:
     assert heard[3].retry_after_s == 2.5
     unknown = error_of(fault_of(errors.ConfigError("g")))
     assert (type(unknown), str(unknown)) == (errors.EngineError, "invalid_configuration: g")
+
+
+def test_fault_is_short_whatever_the_engine_quotes() -> None:
+    assert fault_of(errors.InvalidRequest("x" * 100_000_000)).message == "x" * 2000 + "..."

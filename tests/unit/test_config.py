@@ -118,6 +118,12 @@ def test_ray_address_counts_unless_our_own_variable_is_set() -> None:
     assert _load(environment={"KVROUTE_RAY_ADDRESS": "auto", **theirs}).ray_address == "auto"
 
 
+@pytest.mark.parametrize("text", ["inf", "nan", "1e999"])
+def test_durations_are_finite(text: str) -> None:
+    with pytest.raises(ConfigError, match="--lease-s: invalid value"):
+        load_settings(flags={"lease_s": text}, environment={})
+
+
 def test_other_variables_and_those_of_the_tests_are_no_settings() -> None:
     environment = {"HOME": "/home/somebody", "kvroute_workers": "9", f"{TEST_PREFIX}TRACE_DIR": "traces"}
     assert _load(environment=environment) == Settings()

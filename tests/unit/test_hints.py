@@ -65,3 +65,13 @@ def test_a_worker_that_left_is_promised_nothing() -> None:
     hints.promise(W1, KEYS[:1])
     hints.forget(W0)
     assert [hints.num_promised_blocks(worker, KEYS) for worker in (W0, W1)] == [0, 1]
+
+
+def test_promises_of_prompts_shorter_than_a_block_end_like_any_other() -> None:
+    clock = Clock()
+    hints = Hints(clock)
+    for keys in ([], [], KEYS[:1]):
+        hints.settle(hints.promise(W0, keys))
+    clock.now_s += SETTLE_S
+    assert hints.num_promised_blocks(W0, KEYS) == 0
+    assert len(hints) == 0

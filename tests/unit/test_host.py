@@ -45,7 +45,7 @@ async def test_prompt_tokens_are_queued_until_the_engine_tells_of_them(tmp_path:
         client, _ = await rig.connected()
         first = client.submit(RequestId("a"), 0, pack_tokens(range(50)), Sampling(max_tokens=9), matched_tokens=32)
         second = submit(client, "b", [1] * 30, 9)
-        await until(lambda: rig.host.num_requests == 2)
+        await until(lambda: engine.num_live == 2)
         status = rig.host.status()
         assert (status.queued_prefill_tokens, status.num_running, status.num_waiting) == (18 + 30, 1, 1)
         assert (status.kv_total_blocks, status.step_budget_tokens, status.step_s) == (77, 8192, 60.0)

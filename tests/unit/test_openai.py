@@ -221,6 +221,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"stop_token_ids": 5}, "stop_token_ids"),
         ({"stop_token_ids": [1, "x"]}, "stop_token_ids[1]"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"stop": 5}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop[1]"),
@@ -279,6 +280,19 @@ def test_completion_refusal_names_its_parameter(fields: dict[str, Any], param: s
     error = refusal(Endpoint.COMPLETIONS, {"model": MODEL, "prompt": "Hi", **fields})
     assert error.param == param
     assert param in str(error)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"x" * 100_000: 1}, "x" * 61 + "..."),
+        ({"messages": [{"role": "user", "content": "", "x" * 100_000: 1}]}, "messages[0]." + "x" * 61 + "..."),
+    ],
+)
+def test_name_of_an_unknown_field_is_quoted_cut_short(body: dict[str, Any], param: str) -> None:
+    error = refusal(Endpoint.CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **body})
+    assert error.param == param
+    assert len(str(error)) < 200
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5])

@@ -178,9 +178,12 @@ def test_full_queue_is_told_at_once_and_a_held_request_does_not_wait_for_ever() 
             await asyncio.sleep(0.5)
             with pytest.raises(Overloaded, match="1 requests are held already"):
                 await ask(router, "c", prompt(1, 64, 3))
-            with pytest.raises(NoWorker, match="within 3 s"):
+            with pytest.raises(Overloaded, match="within 3 s"):
                 await held
             await running
+            await workers.kill_worker("w0")
+            with pytest.raises(NoWorker, match="none came within 3 s"):
+                await ask(router, "d", prompt(1, 64, 4))
 
     run_virtual(scenario())
 
@@ -246,6 +249,69 @@ def test_without_the_directory_requests_are_still_answered_and_hints_still_work(
     run_virtual(scenario())
     assert caplog.text.count("the directory does not answer") == 1
     assert caplog.text.count("the directory answers again") == 1
+
+
+class _SlowDirectory(MemoryDirectory):
+    """A directory whose every match takes its time."""
+
+    async def match(self, keys, workers):  # type: ignore[no-untyped-def]
+        await asyncio.sleep(0.015)
+        return await super().match(keys, workers)
+
+
+def test_slow_store_delays_each_request_by_its_own_match_only() -> None:
+    async def scenario() -> None:
+        directory = _SlowDirectory(SCHEME, asyncio.get_running_loop().time)
+        async with rack(4, directory, token_s=0.001, max_num_seqs=64) as workers, workers.router() as router:
+            started_s = asyncio.get_running_loop().time()
+            await asyncio.gather(*(ask(router, f"r{index}", prompt(index, 64, 0)) for index in range(200)))
+            assert asyncio.get_running_loop().time() - started_s < 0.5
+
+    run_virtual(scenario())
+
+
+def test_large_request_is_not_overtaken_for_ever_by_small_ones() -> None:
+    async def scenario() -> None:
+        async with rack(1, **SLOW, num_blocks=64, max_num_seqs=8) as workers, workers.router() as router:
+            is_over = False
+
+            async def small_stream(stream: int) -> None:
+                turn = 0
+                while not is_over:
+                    await ask(router, f"small-{stream}-{turn}", prompt(stream, 160, tail=turn))
+                    turn += 1
+
+            streams = [asyncio.create_task(small_stream(stream)) for stream in range(4)]
+            await asyncio.sleep(1.0)
+            async with asyncio.timeout(60.0):
+                answer, _ = await ask(router, "large", prompt(9, 880, tail=0))
+            assert answer == fake_tokens(prompt(9, 880, tail=0), 8)
+            is_over = True
+            await asyncio.gather(*streams)
+
+    run_virtual(scenario())
+
+
+def test_request_under_way_at_the_routers_close_ends_at_once() -> None:
+    async def scenario() -> None:
+        async with rack(1, token_s=0.1) as workers, workers.router() as router:
+            asking = asyncio.create_task(ask(router, "a", prompt(1, 64, 1), max_tokens=1000))
+            await _busy_engine(workers)
+            await router.__aexit__(None, None, None)
+            async with asyncio.timeout(5.0):
+                with pytest.raises((NoWorker, WorkerLost)):
+                    await asking
+
+    run_virtual(scenario())
+
+
+def test_fleet_without_any_worker_is_told_apart_from_a_busy_one() -> None:
+    async def scenario() -> None:
+        async with rack(0) as workers, workers.router(queue_timeout_s=3.0) as router:
+            with pytest.raises(NoWorker, match="there is no worker, and none came within 3 s"):
+                await ask(router, "a", prompt(1, 64, 1))
+
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("policy", ["cost", "random", "round_robin", "least_load", "power_of_two", "prefix_hash"])

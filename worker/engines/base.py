@@ -22,6 +22,8 @@ class EngineInfo:
     step_budget_tokens: int
     """Most prompt tokens that one step prefills."""
     eviction: str
+    is_cache_aware: bool = True
+    """Whether `on_blocks` tells all that the engine's cache can serve."""
 
 
 @dataclass(frozen=True, slots=True)
