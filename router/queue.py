@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from router.fleet import Booking, Fleet
@@ -61,6 +62,8 @@ class _Held:
     worker_to_match: Mapping[WorkerId, Match] = field(default_factory=dict)
     matched_at_s: float | None = None
     """When the directory was last asked; `None` until it has answered for the first time."""
+    waits_for: WorkerId | None = None
+    """The worker that was best in the last ranking; the next is made when it has room or the directory has spoken."""
 
 
 class HoldQueue:
@@ -207,6 +210,7 @@ class HoldQueue:
         if self._policy.is_cache_aware:
             held.worker_to_match = await self._match(held.keys)
         held.matched_at_s = self._clock()
+        held.waits_for = None
         self._version += 1
 
     def _fail_all(self, error: KvrouteError) -> None:
@@ -216,24 +220,32 @@ class HoldQueue:
 
     def _decide(self) -> None:
         """Bind whoever can be bound now, most urgent first."""
+        if not self._held:
+            return
         loads = self._fleet.loads()
         this_pass = (self._version, tuple(map(_load_that_decides, loads)))
+        # Loads change with every frame, decisions only with some of them.
         if not self._has_room(loads) or this_pass == self._last_pass:
             return
         self._last_pass = this_pass
         fleet_state = self._fleet_state(loads)
+        full = {load.worker for load in loads if not load.has_free_slot}
+        # Who waits for a full worker need not be ranked again, and must not keep others from being looked at.
+        worker_to_num_ahead: Counter[WorkerId | None] = Counter(
+            held.waits_for for held in self._held if held.waits_for in full
+        )
         reserved: set[WorkerId] = set()
-        for held in self._in_order(fleet_state):
+        has_bound = False
+        for held in self._in_order(fleet_state, full):
+            if has_bound:
+                loads = self._fleet.loads()
+                fleet_state = self._fleet_state(loads)
             free = [load for load in loads if load.worker not in reserved]
             if not self._has_room(free):
                 return
-            ranking = self._decide_one(held, free, fleet_state)
-            if ranking.can_send:
-                loads = self._fleet.loads()
-            elif (
-                ranking.lacks_blocks
-                and self._clock() - held.arrived_at_s > _PATIENCE_PREFILLS * fleet_state.mean_full_s
-            ):
+            ranking = self._decide_one(held, free, fleet_state, worker_to_num_ahead)
+            has_bound = ranking.can_send
+            if ranking.lacks_blocks and self._is_out_of_patience(held, fleet_state):
                 # Else small requests would take every block that comes free, and the large one would wait for ever.
                 reserved.add(ranking.order[0].worker)
 
@@ -244,9 +256,13 @@ class HoldQueue:
         """Whether anybody could take anything: the cheap question before the dear ones."""
         return any(load.has_free_slot for load in loads) if self._policy.is_late_binding else bool(loads)
 
-    def _in_order(self, fleet_state: FleetState) -> list[_Held]:
+    def _in_order(self, fleet_state: FleetState, full: Set[WorkerId]) -> list[_Held]:
         """The held requests to look at."""
-        waiting = [held for held in self._held if held.matched_at_s is not None and not held.placed.done()]
+        waiting = [
+            held
+            for held in self._held
+            if held.matched_at_s is not None and held.waits_for not in full and not held.placed.done()
+        ]
         if self._policy.is_late_binding and len(waiting) > 1:
             now = self._clock()
             waiting.sort(key=lambda held: -self._urgency(held, now, fleet_state))
@@ -258,16 +274,27 @@ class HoldQueue:
         own_s = max(1, own_tokens) * fleet_state.prefill_s_per_token
         return self._policy.urgency(now_s - held.arrived_at_s, own_s, fleet_state)
 
-    def _decide_one(self, held: _Held, loads: Sequence[Load], fleet_state: FleetState) -> Ranking:
+    def _decide_one(
+        self,
+        held: _Held,
+        loads: Sequence[Load],
+        fleet_state: FleetState,
+        worker_to_num_ahead: Counter[WorkerId | None],
+    ) -> Ranking:
         """Rank the workers for one request, and bind it if its best may be sent to."""
         # Who has failed this request is asked again only where nobody else is left.
         allowed = [load for load in loads if load.worker not in held.excluded] or loads
-        candidates = [Candidate(load, self._matched_tokens(held, load)) for load in allowed]
+        candidates = [
+            Candidate(load, self._matched_tokens(held, load), worker_to_num_ahead[load.worker]) for load in allowed
+        ]
         ranking = self._policy.rank(held.rank_request, candidates, fleet_state, self._rng)
         if ranking.can_send:
             best = ranking.order[0]
             load = next(load for load in loads if load.worker == best.worker)
             self._bind(held, load, best.matched_tokens, ranking)
+        else:
+            held.waits_for = ranking.order[0].worker
+            worker_to_num_ahead[held.waits_for] += 1
         return ranking
 
     def _bind(self, held: _Held, load: Load, matched_tokens: int, ranking: Ranking) -> None:
@@ -310,6 +337,7 @@ class HoldQueue:
             mean_full_s=self._mean_full_tokens * prefill_s_per_token,
             mean_own_s=mean_own_s,
             backlog_s=len(self._held) * mean_own_s,
+            mean_output_tokens=self._mean_output_tokens,
         )
 
     def _note_sent(self, full_tokens: int, own_tokens: int) -> None:

@@ -130,6 +130,8 @@ class Router:
             except (WorkerLost, EngineError, Overloaded) as error:
                 if isinstance(error, Overloaded):
                     self.fleet.rest(worker, error.retry_after_s)
+                else:
+                    self.fleet.note_failure(placement.booking, error)
                 failed |= {worker}
                 trace.failed_workers.append(worker)
                 is_started = trace.first_token_at_s is not None
@@ -174,6 +176,7 @@ class Router:
                     num_output_tokens += len(delta.token_ids)
                     yield Generated(delta.token_ids, delta.finish)
             self.queue.note_finished(num_output_tokens)
+            self.fleet.note_finished(booking)
         finally:
             if not booking.has_first_token:
                 self.hints.withdraw(placement.promise)

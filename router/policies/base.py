@@ -58,6 +58,8 @@ class Candidate:
     load: Load
     matched_tokens: int
     """Leading prompt tokens resident on the worker or promised to it by a hint."""
+    num_ahead: int = 0
+    """More urgent requests that the router holds for this worker."""
 
     @property
     def worker(self) -> WorkerId:
@@ -89,6 +91,8 @@ class FleetState:
     """Prefill time of what no cache gave."""
     backlog_s: float = 0.0
     """Uncached prefill time of the requests that this router holds."""
+    mean_output_tokens: float = 0.0
+    """Length of an answer."""
 
 
 @dataclass(frozen=True, slots=True)

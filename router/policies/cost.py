@@ -33,8 +33,9 @@ class CostPolicy:
         """Workers by cost; ties by rendezvous hash, so that equal prompts agree on a worker before any holds them."""
         mean_queued_s = sum(candidate.load.queued_prefill_s for candidate in candidates) / len(candidates)
         pressure = (mean_queued_s + fleet.backlog_s / len(candidates)) / fleet.mean_full_s if fleet.mean_full_s else 0.0
+        mean_requests = sum(candidate.load.num_requests for candidate in candidates) / len(candidates)
         ranked = sorted(
-            ((self._score(request, candidate, fleet, pressure), candidate) for candidate in candidates),
+            ((self._score(request, candidate, fleet, pressure, mean_requests), candidate) for candidate in candidates),
             key=lambda pair: (pair[0].cost, _rendezvous(request.prefix_hash, pair[1])),
         )
         best = ranked[0][1].load
@@ -52,14 +53,20 @@ class CostPolicy:
         """A response ratio with squared age: short or cached prompts first, nobody for ever."""
         return (age_s + fleet.mean_own_s) ** 2 / own_s
 
-    def _score(self, request: RankRequest, candidate: Candidate, fleet: FleetState, pressure: float) -> Scored:
+    def _score(
+        self, request: RankRequest, candidate: Candidate, fleet: FleetState, pressure: float, mean_requests: float
+    ) -> Scored:
         load = candidate.load
         fullness = max(load.kv_used_blocks / load.kv_total_blocks, load.num_requests / load.max_num_seqs)
+        step_s = load.step_s + load.decode_s_per_seq * load.num_requests
+        # More than its share makes every step longer, and a place of its own is left empty elsewhere.
         terms = {
             "queue_s": load.queued_prefill_s / (1.0 + pressure),
             "own_s": _OWN_PREFILL_WEIGHT * _own_prefill_s(request, candidate),
             "fullness_s": _FULLNESS_WEIGHT * fleet.mean_full_s * fullness,
             "decode_s": load.decode_s_per_seq * load.num_requests,
+            "crowd_s": step_s * max(0.0, load.num_requests - mean_requests),
+            "slot_s": _slot_s(candidate, fleet) / (1.0 + pressure),
         }
         return Scored(candidate.worker, sum(terms.values()), candidate.matched_tokens, terms)
 
@@ -68,6 +75,19 @@ def _own_prefill_s(request: RankRequest, candidate: Candidate) -> float:
     """Time to prefill what the candidate does not hold: at least one token, as in every engine."""
     num_tokens = max(1, request.num_prompt_tokens - candidate.matched_tokens)
     return num_tokens * candidate.load.prefill_s_per_token
+
+
+def _slot_s(candidate: Candidate, fleet: FleetState) -> float:
+    """Time until enough answers have ended on the candidate for this request to have a slot, those ahead of it first.
+
+    Without it a request waits for the slots of a worker full of long answers while others stand idle.
+    """
+    load = candidate.load
+    num_to_end = load.num_requests + candidate.num_ahead + 1 - load.max_num_seqs
+    if num_to_end <= 0:
+        return 0.0
+    answer_s = fleet.mean_output_tokens * (load.step_s + load.decode_s_per_seq * load.max_num_seqs)
+    return num_to_end * answer_s / load.max_num_seqs
 
 
 def _rendezvous(prefix_hash: bytes, candidate: Candidate) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
@@ -55,7 +56,8 @@ class FakeEngine:
     The cache is a plain LRU of `num_blocks` keys, which live sequences do not hold back.
 
     `flaky` fails each request with probability `fault_rate`, half way through its answer; `slow` takes ten times as
-    long; `dies_after` tokens in all, the engine is dead.
+    long; `dies_after` tokens in all, the engine is dead. With `is_contended`, prefills take turns, as in an engine that
+    one of them fills, and each running sequence adds `decode_s_per_seq` to every token.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class FakeEngine:
         *,
         token_s: float = 0.0,
         prefill_s_per_token: float = 0.0,
+        decode_s_per_seq: float = 0.0,
+        is_contended: bool = False,
         tokens_per_delta: int = 1,
         mode: Mode = "healthy",
         fault_rate: float = 0.5,
@@ -84,6 +88,8 @@ class FakeEngine:
         slowness = 10 if mode == "slow" else 1
         self.token_s = token_s * slowness
         self.prefill_s_per_token = prefill_s_per_token * slowness
+        self.decode_s_per_seq = decode_s_per_seq
+        self._prefill_turn = asyncio.Lock() if is_contended else None
         self._tokens_per_delta = tokens_per_delta
         self._mode = mode
         self._fault_rate = fault_rate
@@ -152,7 +158,7 @@ class FakeEngine:
             num_running=num_running,
             num_waiting=len(self._live) - num_running,
             kv_used_blocks=sum(live.num_blocks for live in self._live.values()),
-            step_fit=StepFit(self.token_s, self.prefill_s_per_token, 0.0),
+            step_fit=StepFit(self.token_s, self.prefill_s_per_token, self.decode_s_per_seq),
         )
 
     async def resident(self) -> set[BlockKey]:
@@ -205,11 +211,12 @@ class FakeEngine:
 
     async def _compute(self, live: _Live) -> AsyncGenerator[EngineDelta, None]:
         request = live.request
-        cached_tokens = self._cached_tokens(request)
-        await self._pass_time(live, (len(request.token_ids) - cached_tokens) * self.prefill_s_per_token)
-        if self._scheme is not None:
-            live.num_blocks = -(-len(request.token_ids) // self._scheme.block_size_tokens)
-        self._store(request, request.token_ids)
+        async with self._prefill_turn or contextlib.nullcontext():
+            cached_tokens = self._cached_tokens(request)
+            await self._pass_time(live, (len(request.token_ids) - cached_tokens) * self.prefill_s_per_token)
+            if self._scheme is not None:
+                live.num_blocks = -(-len(request.token_ids) // self._scheme.block_size_tokens)
+            self._store(request, request.token_ids)
         state = xxh3_64(pack_tokens(request.token_ids))
         answer: list[int] = []
         max_tokens = request.sampling.max_tokens
@@ -220,7 +227,7 @@ class FakeEngine:
         fresh: list[int] = []
         finish: FinishReason | None = None
         while finish is None:
-            await self._pass_time(live, self.token_s)
+            await self._pass_time(live, self.token_s + self.decode_s_per_seq * self._num_running)
             if live.cancelled.is_set():
                 finish = FinishReason.ABORT
             else:
