@@ -53,6 +53,11 @@ _DIRECTORY_FLAGS = (
     ("heartbeat-s", "S", "Time between two heartbeats of a worker."),
     ("ray-address", "ADDRESS", "Ray cluster to use; default: a local one. RAY_ADDRESS counts too."),
 )
+_PLAN_FLAGS = tuple(
+    flag
+    for flag in _MODEL_FLAGS
+    if flag[0] in ("model", "block-size", "gpu-memory-utilization", "tensor-parallel-size", "dtype")
+)
 _BATCH_FLAGS = (("max-in-flight", "N", "Batch rows under way at once."),)
 _COMMON_FLAGS = (
     ("run-dir", "DIR", "Where `up` writes what it started; default: the user's run folder."),
@@ -106,6 +111,18 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "-o", "--output-dir", type=Path, default=Path("out/demo"), metavar="DIR", help="Where results go."
     )
+    plan = _add_command(
+        commands,
+        "plan",
+        "tell how much KV cache a GPU holds for a model",
+        (("worker", _PLAN_FLAGS), ("general", _COMMON_FLAGS)),
+    )
+    plan.add_argument("--gpu-memory", required=True, metavar="SIZE", help="Memory of one GPU, as 80GiB.")
+    plan.add_argument("--config-json", type=Path, metavar="FILE", help="A model's config.json, in place of --model.")
+    plan.add_argument("--weights", metavar="SIZE", help="Size of the weights; default: from the configuration.")
+    plan.add_argument("--lengths", default="512,1024,2048,4096", metavar="N,N", help="Prompt and answer, in tokens.")
+    plan.add_argument("--system-prompt", default="1024", metavar="TOKENS", help="Beginning that all prompts share.")
+    plan.add_argument("--json", action="store_true", help="Print one JSON line.")
     return parser
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from router import launch, runfile
+from router import plan as planning
 from router.batch import BatchLimits, BatchReport, OnRow, PreparedBatch, prepare_batch, run_batch
 from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
@@ -149,12 +150,33 @@ async def _demo(call: Invocation) -> int:
     return await run_demo(call.settings, call.own["output_dir"], is_json=call.own["json"], say=call.say, show=call.show)
 
 
+async def _plan(call: Invocation) -> int:
+    settings, own = call.settings, call.own
+    lengths = planning.parse_lengths("--lengths", own["lengths"])
+    gpu_memory_bytes = planning.parse_size("--gpu-memory", own["gpu_memory"])
+    path = own["config_json"] or await asyncio.to_thread(launch.model_config_file, settings)
+    plan = planning.make_plan(
+        await asyncio.to_thread(planning.read_shape, path),
+        gpu_memory_bytes=gpu_memory_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        dtype=settings.dtype,
+        block_size_tokens=settings.block_size,
+        lengths_tokens=lengths,
+        system_prompt_tokens=planning.parse_count("--system-prompt", own["system_prompt"]),
+        weight_bytes=None if own["weights"] is None else planning.parse_size("--weights", own["weights"]),
+    )
+    call.show(planning.plan_json(plan) if own["json"] else planning.plan_text(plan))
+    return EXIT_OK
+
+
 _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "batch": _batch,
     "up": _up,
     "down": _down,
     "status": _status,
     "demo": _demo,
+    "plan": _plan,
 }
 
 

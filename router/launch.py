@@ -20,6 +20,7 @@ from typing import Any
 
 from router import cluster, runfile
 from router.cluster import WorkerResources
+from router.plan import download_config
 from router.policies import make_policy
 from router.service import Router
 from router.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ from shared.transport.base import OnChange, WorkerClient
 from shared.transport.client import connect_worker
 from shared.types import CacheScheme, RouterId, WorkerId, WorkerInfo
 from worker.actor import WorkerActor
-from worker.engines.demo_model import prepare_model
+from worker.engines.demo_model import BUILT_IN_MODELS, prepare_model
 from worker.process import WorkerOptions
 
 logger = logging.getLogger(__name__)
@@ -316,6 +317,15 @@ def require_model(settings: Settings) -> None:
     """Raises `ConfigError` where no model is named."""
     if not settings.model:
         raise ConfigError("--model: needed: a Hugging Face name, a local folder, smollm2 or tiny")
+
+
+def model_config_file(settings: Settings) -> Path:
+    """The `config.json` of the named model; of one on Hugging Face nothing else is downloaded. Blocks."""
+    require_model(settings)
+    if settings.model in BUILT_IN_MODELS:
+        return prepare_model(settings.model, settings.model_cache_dir) / "config.json"
+    folder = Path(settings.model).expanduser()
+    return folder / "config.json" if folder.is_dir() else download_config(settings.model)
 
 
 async def _prepare_model(settings: Settings, say: Say) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -36,7 +36,7 @@ class Progress:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._started_at_s = self._shown_at_s = clock()
-        self._bar: tqdm | None = None
+        self._bar: tqdm[Any] | None = None
         if is_terminal and wanted is not False:
             with self._while_it_lasts():
                 self._bar = tqdm(desc=DESCRIPTION, unit="req", total=num_rows, initial=num_done, file=stream)

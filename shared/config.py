@@ -21,7 +21,8 @@ TEST_PREFIX = "KVROUTE_TEST_"
 """Variables of the test suite, which are no settings; no setting's name may start with `test_`."""
 
 PolicyName = Literal["cost", "random", "round_robin", "least_load", "power_of_two", "prefix_hash"]
-EvictionName = Literal["lru", "shared_first", "stock"]
+EvictionName = Literal["lru", "shared_first", "adaptive", "stock"]
+MIN_BLOCK_SIZE_TOKENS, MAX_BLOCK_SIZE_TOKENS = 16, 256
 
 
 class Settings(BaseModel):
@@ -36,7 +37,9 @@ class Settings(BaseModel):
     policy: PolicyName = Field("cost", description="How requests find workers.")
     seed: int = Field(0, description="Seed of every random choice that kvroute makes.")
 
-    block_size: int = Field(64, ge=16, le=256, description="Tokens for each KV block.")
+    block_size: int = Field(
+        64, ge=MIN_BLOCK_SIZE_TOKENS, le=MAX_BLOCK_SIZE_TOKENS, description="Tokens for each KV block."
+    )
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt and answer together, in tokens.")
     max_num_seqs: int = Field(8, ge=1, description="Sequences that one worker runs at once.")
     kv_cache_blocks: int | None = Field(None, ge=2, description="KV blocks for each worker; default: what fits.")
@@ -47,7 +50,7 @@ class Settings(BaseModel):
         None, gt=0, le=64, description="GPUs that Ray sets aside; a fraction lets workers share one."
     )
     dtype: str = Field("auto", description="Weights' and cache's type, as vLLM names it.")
-    eviction: EvictionName = Field("shared_first", description="Which cached blocks go first; stock: vLLM's own pool.")
+    eviction: EvictionName = Field("adaptive", description="Which cached blocks go first; stock: vLLM's own pool.")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="Further vLLM engine arguments, as JSON.")
 
     redis_url: str = Field("", description="Store of the directory; default: an embedded server.")

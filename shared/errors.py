@@ -5,9 +5,12 @@ KvrouteError
 |   +-- InvalidRequest          a field is missing, of the wrong type or out of range
 |   +-- ContextTooLong          prompt and answer do not fit into the model's context
 |   +-- ModelNotFound           the request names a model that is not served
+|   +-- PinRefused              pinned blocks would exceed their budget
+|   +-- UnknownPin              nothing is pinned under that name
 +-- ConfigError                 a flag, variable or file of ours is wrong
 +-- TransientError              the same request may well succeed later
 |   +-- Overloaded              queues are full
+|   +-- OutOfBlocks             the block pool has no room
 |   +-- NoWorker                there is no worker
 |   +-- WorkerLost              the worker or the way to it died under the request
 |   +-- EngineError             the engine failed on this request
@@ -61,6 +64,18 @@ class ConfigError(KvrouteError):
     code = "invalid_configuration"
 
 
+class PinRefused(ClientError):
+    """The pinned blocks would exceed their budget; says the figures."""
+
+    code = "pin_refused"
+
+
+class UnknownPin(ClientError):
+    """Nothing is pinned under the name."""
+
+    code = "unknown_pin"
+
+
 class TransientError(KvrouteError):
     """The same request may well succeed later. `retry_after_s` says when, where that is known."""
 
@@ -75,6 +90,12 @@ class Overloaded(TransientError):
     """The queues that the request would wait in are full."""
 
     code = "rate_limit_exceeded"
+
+
+class OutOfBlocks(TransientError):
+    """The block pool has no room for a sequence now; says the figures."""
+
+    code = "out_of_blocks"
 
 
 class NoWorker(TransientError):

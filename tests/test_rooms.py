@@ -59,15 +59,20 @@ MAY_READ_ENVIRONMENT = (
 OWN_ARGUMENTS = {
     "command",
     "config",
+    "config_json",
+    "gpu_memory",
     "help",
     "input",
     "json",
+    "lengths",
     "output",
     "output_dir",
     "progress",
     "resume",
     "strict",
+    "system_prompt",
     "version",
+    "weights",
 }
 """Arguments of single commands. Every other flag is a setting."""
 

@@ -17,7 +17,7 @@ BLOCK_SIZE = 32
 NUM_BLOCKS = 64
 CONTEXT_TOKENS = 1024
 SCHEME = CacheScheme("tiny", BLOCK_SIZE)
-VLLM_EVICTIONS = ("shared_first", "lru", "stock")
+VLLM_EVICTIONS = ("adaptive", "shared_first", "lru", "stock")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Pool:
     stored: dict[Any, BlockKey] = field(default_factory=dict)
     live: dict[str, Any] = field(default_factory=dict)
 
-    def request(self, name: str, token_ids: list[int], salt: str | None = None) -> Any:
+    def request(self, name: str, token_ids: list[int], salt: str | None = None, priority: int = 0) -> Any:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -40,6 +40,7 @@ class Pool:
             pooling_params=None,
             block_hasher=self.hasher,
             cache_salt=salt,
+            priority=priority,
         )
 
     def start(self, request: Any) -> int | None:
@@ -173,7 +174,62 @@ def test_evicting_all_free_spares_what_a_request_holds():
     assert list(pool.stored.values()) == our_keys(list(range(8)))
 
 
-@pytest.mark.parametrize("rule", ["lru", "shared_first"])
+def test_blocks_that_a_queued_request_will_find_count_as_just_used():
+    pool = make_pool(1 + 4, "lru")
+    old, new = list(range(8)), list(range(100, 108))
+    for name, token_ids in (("old", old), ("new", new)):
+        pool.start(pool.request(name, token_ids))
+        pool.end(name)
+    pool.manager.block_pool.expect(pool.request("queued", [*old, 1]))
+    pool.start(pool.request("other", list(range(200, 208))))
+    pool.take_events()
+    assert set(pool.stored.values()) == set(our_keys(old) + our_keys(list(range(200, 208))))
+
+
+def test_blocks_of_a_request_that_runs_later_go_first():
+    pool = make_pool(1 + 4, "lru")
+    urgent, later = list(range(8)), list(range(100, 108))
+    for name, token_ids, priority in (("urgent", urgent, 0), ("later", later, 1)):
+        pool.start(pool.request(name, token_ids, priority=priority))
+        pool.end(name)
+    pool.start(pool.request("other", list(range(200, 208))))
+    pool.take_events()
+    assert set(pool.stored.values()) == set(our_keys(urgent) + our_keys(list(range(200, 208))))
+
+
+def test_a_shared_prefix_that_is_missed_raises_the_head_start_and_is_counted_once():
+    pool = make_pool(1 + 4, "adaptive")
+    prefix = list(range(8))
+    for name in ("a", "b"):
+        pool.start(pool.request(name, [*prefix, 1]))
+        pool.end(name)
+    for name in range(4):
+        pool.start(pool.request(f"one-off {name}", [1000 + 20 * name + number for number in range(16)]))
+        pool.end(f"one-off {name}")
+    free = pool.manager.block_pool._free
+    assert free.adaptive.num_ghosts == (2, 2)
+    request = pool.request("c", [*prefix, 1])
+    for _ in range(3):  # a queued request is looked up again at each step
+        pool.manager.get_computed_blocks(request)
+    pool.start(request)
+    assert (free.adaptive.num_ghost_hits, free.adaptive.num_ghosts[1]) == ([0, 2], 0)
+    assert free.head_start > 1
+
+
+def test_a_preempted_request_that_lost_its_blocks_moves_nothing():
+    pool = make_pool(1 + 4, "adaptive")
+    request = pool.request("a", list(range(10)))
+    pool.start(request)
+    pool.end("a")
+    request.num_computed_tokens = 0
+    pool.start(pool.request("b", list(range(100, 116))))
+    pool.end("b")
+    assert pool.start(request) == 0
+    free = pool.manager.block_pool._free
+    assert (free.adaptive.num_ghost_hits, free.head_start) == ([0, 0], 1.0)
+
+
+@pytest.mark.parametrize("rule", ["lru", "shared_first", "adaptive"])
 @pytest.mark.parametrize("seed", range(15))
 def test_walk(rule: str, seed: int):
     rng = random.Random(seed)
@@ -193,7 +249,10 @@ def test_walk(rule: str, seed: int):
             keys = our_keys(token_ids)
             parent_of.update(zip(keys, [None, *keys], strict=False))
             num_shared_evicted = free.num_evicted[BlockClass.SHARED]
-            pool.start(pool.request(f"{step}", token_ids))
+            request = pool.request(f"{step}", token_ids, priority=rng.choice([-1, 0, 1]))
+            if rng.random() < 0.3:
+                block_pool.expect(request)
+            pool.start(request)
             if rule == "shared_first" and free.num_evicted[BlockClass.SHARED] > num_shared_evicted:
                 assert free.num_free[:2] == (0, 0), f"step {step}: shared evicted while others were left"
         pool.take_events()

@@ -174,3 +174,4 @@ def _convert_tokenizer(gguf_path: Path, folder: Path) -> None:
 
 
 _BUILT_IN: dict[str, Callable[[Path], None]] = {"smollm2": _write_smollm2, "tiny": write_tiny_model}
+BUILT_IN_MODELS = frozenset(_BUILT_IN)

@@ -172,7 +172,7 @@ class VllmEngine:
             self._events.forget()
 
     async def pool_statistics(self) -> dict[str, Any]:
-        """Blocks free and evicted by class (unhashed, private, shared), and cached keys; empty on a stock pool."""
+        """Blocks free and evicted by class, cached keys and the head start; empty on a stock pool."""
         return await self._ask("statistics") if self._has_plugin else {}
 
     async def pool_digest(self) -> tuple[int, bytes] | None:

@@ -55,7 +55,7 @@ class VllmOptions:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     dtype: str = "auto"
-    eviction: str = "shared_first"
+    eviction: str = "adaptive"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     cpu_threads: int | None = None

@@ -6,6 +6,7 @@ that is not eviction order, events and keys stays vLLM's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,9 @@ from vllm.v1.request import Request
 from shared.types import BlockKey, CacheScheme
 from worker.engines.vllm_keys import chain_keys
 from worker.eviction import FreeBlocks
+
+NORMAL_PRIORITY = 0
+"""A request's priority if nothing is said. Greater numbers run later (vLLM, `SchedulingPolicy`), and count as low."""
 
 
 class FreeQueue:
@@ -78,6 +82,7 @@ class KeyedBlockPool(BlockPool):
     _scheme: CacheScheme
     _keys: list[BlockKey | None]
     _served_request: str | None
+    _single_group: bool
 
     @classmethod
     def adopt(cls, manager: KVCacheManager, rule: str, scheme: CacheScheme) -> KeyedBlockPool:
@@ -97,6 +102,7 @@ class KeyedBlockPool(BlockPool):
         pool._scheme = scheme
         pool._keys = [None] * len(pool.blocks)
         pool._served_request = None
+        pool._single_group = manager.num_kv_cache_groups == 1
         pool.free_block_queue = FreeQueue(pool.blocks, pool._free)  # type: ignore[assignment]
         pool._watch_allocations_of(manager)
         return pool
@@ -125,9 +131,10 @@ class KeyedBlockPool(BlockPool):
             request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )
         new_blocks = blocks[num_cached_blocks:num_full_blocks]
+        is_low_priority = request.priority > NORMAL_PRIORITY
         for block in new_blocks:
             if block.block_hash is not None:
-                self._free.cache(block.block_id, block.block_hash, request.request_id)
+                self._free.cache(block.block_id, block.block_hash, request.request_id, is_low_priority=is_low_priority)
         event = self.kv_event_queue[-1]
         assert isinstance(event, BlockStored)
         if kv_cache_group_id == 0 and len(event.block_hashes) == len(new_blocks) and block_size == self.hash_block_size:
@@ -177,17 +184,30 @@ class KeyedBlockPool(BlockPool):
                 hash_to_key[maybe_convert_block_hash(get_block_hash(block.block_hash))] = key
         return list(hash_to_key), list(hash_to_key.values())
 
+    def expect(self, request: Request) -> None:
+        """A request waits that will use these blocks: spare them. Linear in the cached part of its prompt; modifies."""
+        if self._single_group:
+            blocks: list[int] = []
+            for block_hash in request.block_hashes:
+                cached = self.get_cached_block(block_hash, [0])
+                if cached is None:
+                    break
+                blocks.append(cached[0].block_id)
+            self._free.refresh(blocks)
+
     def evict_all_free(self) -> None:
         """Drop what is cached and not in use. Linear; modifies."""
         for block_id in self._free.in_order():
             self._maybe_evict_cached_block(self.blocks[block_id])
 
     def statistics(self) -> dict[str, Any]:
-        """Counts of blocks by class: unhashed, private, shared."""
+        """Counts of blocks by class, least worth first, and the head start in pool sizes; None if it is infinite."""
+        head_start = self._free.head_start
         return {
             "num_free": list(self._free.num_free),
             "num_evicted": list(self._free.num_evicted),
             "num_cached": self._free.num_keys,
+            "head_start": head_start if math.isfinite(head_start) else None,
         }
 
     def _watch_allocations_of(self, manager: KVCacheManager) -> None:

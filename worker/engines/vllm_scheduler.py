@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
 from shared.types import CacheScheme
 from worker.engines.vllm_pool import FreeQueue, KeyedBlockPool
@@ -55,6 +56,7 @@ _SURFACE: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (KVCacheManager, "take_events", ()),
     (KVCacheManager, "reset_prefix_cache", ()),
     (EventPublisher, "publish", ("events",)),
+    (Scheduler, "add_request", ("request",)),
     (Scheduler, "reset_prefix_cache", ("reset_running_requests", "reset_connector")),
 )
 """Owner, method and the first of its parameters, in order."""
@@ -142,6 +144,11 @@ class _KeyedPoolMixin:
         self._kvr_pool = KeyedBlockPool.adopt(self.kv_cache_manager, config["rule"], scheme)
         self._kvr_publisher = _CountingPublisher(self.kv_event_publisher)
         self.kv_event_publisher = self._kvr_publisher
+
+    def add_request(self, request: Request) -> None:
+        """As vLLM's; the blocks that the request will find count as just used from now on."""
+        super().add_request(request)  # type: ignore[misc]
+        self._kvr_pool.expect(request)
 
     def kvr_snapshot(self) -> dict[str, Any]:
         """The pool's content at an exact place in the event stream: after the first `num_published` batches."""

@@ -1,0 +1,143 @@
+"""The blocks of a pool: how many hold each, which tokens lie in it, and by which key it can be found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from shared.types import BlockKey
+from worker.eviction import FreeBlocks
+
+
+class BlockStore:
+    """Blocks with their holders and tokens; the eviction rule owns the free ones and the keys.
+
+    Invariants: a block is free if and only if nobody holds it; all blocks of one key hold the same tokens after the
+    same key; what can be found has its parent findable too; a block with a key is never written.
+    """
+
+    def __init__(self, num_blocks: int, stride_bytes: int, rule: str) -> None:
+        self.num_blocks = num_blocks
+        self.free: FreeBlocks[BlockKey] = FreeBlocks(rule, num_blocks)
+        self.free.push_unhashed(range(num_blocks))
+        self.num_holders = [0] * num_blocks
+        self.tokens = [b""] * num_blocks
+        """Packed, by block."""
+        self.num_shared = 0
+        """Blocks held more than once."""
+        self._stride_bytes = stride_bytes
+        self._parents = [BlockKey(b"")] * num_blocks
+        self._is_first = [False] * num_blocks
+
+    def find(self, keys: Sequence[BlockKey], packed_tokens: bytes, root: BlockKey) -> list[int]:
+        """Blocks of the longest prefix that can be found, each compared with what its key stands for.
+
+        That are its tokens and the key before it. A key alone proves nothing: another text may have the same one.
+        """
+        stride, tokens, parents, find = self._stride_bytes, self.tokens, self._parents, self.free.find
+        blocks: list[int] = []
+        start = 0
+        parent = root
+        for key in keys:
+            block = find(key)
+            if block is None or tokens[block] != packed_tokens[start : start + stride] or parents[block] != parent:
+                break
+            blocks.append(block)
+            parent = key
+            start += stride
+        return blocks
+
+    def serve(self, blocks: Sequence[int], request: str) -> None:
+        """Hold findable blocks for a request, which counts as a use of their keys."""
+        self.free.serve(blocks, request)
+        self.hold(blocks)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more holder for each block, none of them free."""
+        num_holders = self.num_holders
+        for block in blocks:
+            num_holders[block] += 1
+            if num_holders[block] == 2:
+                self.num_shared += 1
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Blocks that hold nothing, with one holder each; what was in them is lost. There must be enough."""
+        blocks = [self.free.pop() for _ in range(num_blocks)]
+        for block in blocks:
+            self.num_holders[block] = 1
+            self.tokens[block] = b""
+        return blocks
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """One holder less for each block. Those that nobody holds become free, and go in this order."""
+        num_holders = self.num_holders
+        found: list[int] = []
+        lost: list[int] = []
+        for block in blocks:
+            num_holders[block] -= 1
+            if num_holders[block] == 1:
+                self.num_shared -= 1
+            elif num_holders[block] == 0:
+                (lost if self.free.key_of(block) is None else found).append(block)
+        self.free.push(found)
+        self.free.push_unhashed(lost)
+
+    def is_writable(self, block: int) -> bool:
+        """Whether nobody else would see a change."""
+        return self.num_holders[block] == 1 and self.free.key_of(block) is None
+
+    def write(self, blocks: Iterable[int], packed_tokens: bytes) -> None:
+        """Fill writable blocks from their beginning."""
+        start = 0
+        for block in blocks:
+            self.tokens[block] = packed_tokens[start : start + self._stride_bytes]
+            start += self._stride_bytes
+
+    def publish(
+        self,
+        block: int,
+        key: BlockKey,
+        parent: BlockKey,
+        request: str,
+        *,
+        is_first: bool = False,
+        is_low_priority: bool = False,
+    ) -> bool:
+        """Let a full block be found by its key. False, and no change, where the key stands for another text.
+
+        `parent` is the key of the block before it, or the root of a first one.
+        """
+        if self.free.key_of(block) is not None:
+            return True
+        other = self.free.find(key)
+        if other is not None and not self._is_same_text(other, self.tokens[block], parent):
+            return False
+        self._parents[block] = parent
+        self._is_first[block] = is_first
+        self.free.cache(block, key, request, is_low_priority=is_low_priority)
+        return True
+
+    def _is_same_text(self, block: int, tokens: bytes, parent: BlockKey) -> bool:
+        return self.tokens[block] == tokens and self._parents[block] == parent
+
+    def check(self, holders: Counter[int]) -> None:
+        """Raise `AssertionError` if the counts are not these, or blocks and keys do not fit each other. Linear."""
+        for block, number in enumerate(self.num_holders):
+            if number != holders[block]:
+                raise AssertionError(f"block {block} counts {number} holders and has {holders[block]}")
+            if (number == 0) != (block in self.free):
+                raise AssertionError(f"block {block} has {number} holders and is {'' if number else 'not '}free")
+            key = self.free.key_of(block)
+            if key is not None:
+                first = self.free.find(key)
+                if first is None or (self.tokens[first], self._parents[first]) != (
+                    self.tokens[block],
+                    self._parents[block],
+                ):
+                    raise AssertionError(f"block {block} holds another text than its key says")
+                if not self._is_first[block] and self.free.find(self._parents[block]) is None:
+                    raise AssertionError(f"block {block} can be found and its parent cannot")
+                if len(self.tokens[block]) != self._stride_bytes:
+                    raise AssertionError(f"block {block} can be found and is not full")
+        if self.num_shared != sum(number > 1 for number in self.num_holders):
+            raise AssertionError("shared blocks are miscounted")
