@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import random
 import secrets
@@ -38,8 +37,6 @@ from shared.types import CacheScheme, RouterId, WorkerId, WorkerInfo
 from worker.actor import WorkerActor
 from worker.engines.demo_model import BUILT_IN_MODELS, prepare_model
 from worker.process import WorkerOptions
-
-logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 """Tells the user what is going on, one line at a time."""
