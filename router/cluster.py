@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -23,6 +24,8 @@ from shared.errors import ConfigError, EngineError, KvrouteError
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "kvroute"
+_SYSTEM_CONFIG = {"process_group_cleanup_enabled": True}
+"""Of a Ray that is started here: with a worker that is killed its engine ends, which else would keep its memory."""
 _LISTENS_TIMEOUT_S = 10.0
 _OBJECT_STORE_BYTES = 100 << 20
 """Ray's own minimum is 75 MiB; no object of ours goes through its store."""
@@ -53,6 +56,7 @@ def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, 
             "include_dashboard": False,
             "num_cpus": num_cpus,
             "object_store_memory": _OBJECT_STORE_BYTES,
+            "_system_config": _SYSTEM_CONFIG,
         }
     options["runtime_env"] = {"env_vars": dict(environment)}
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -172,7 +176,7 @@ def start_head(environment: Mapping[str, str], log_path: Path, *, num_cpus: int)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     command += ["--node-ip-address=127.0.0.1", f"--port={port}", f"--ray-client-server-port={_free_port()}"]
     command += ["--include-dashboard=false", "--disable-usage-stats", f"--num-cpus={num_cpus}"]
-    command += [f"--object-store-memory={_OBJECT_STORE_BYTES}"]
+    command += [f"--object-store-memory={_OBJECT_STORE_BYTES}", f"--system-config={json.dumps(_SYSTEM_CONFIG)}"]
     with log_path.open("wb") as log:
         process = psutil.Popen(
             command,

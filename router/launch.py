@@ -68,6 +68,8 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
     model_folder = await _prepare_model(settings, say)
     marker = runfile.new_marker()
     async with contextlib.AsyncExitStack() as stack:
+        # Last of all: what a frozen worker or a killed Ray has left.
+        stack.callback(runfile.end_processes, marker)
         store = None
         if not settings.redis_url:
             # Started from the main thread: the server dies with the thread that started it.

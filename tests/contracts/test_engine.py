@@ -222,6 +222,21 @@ async def test_a_killed_engine_is_told_once_and_fails_its_requests_quickly(tmp_p
     assert len(engine.deaths) == 1
 
 
+async def test_an_engine_that_hangs_is_killed(tmp_path: Path):
+    engine = await start_vllm(tmp_path, step_timeout_s=2.0)
+    try:
+        (process,) = engine.engine._llm.engine_core.resources.engine_manager.processes
+        deltas = engine.engine.generate(engine.request(prompt(15, 50), max_tokens=900))
+        await anext(deltas)
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match="the engine's process ended with SIGKILL"):
+            async with asyncio.timeout(30.0):
+                await exhaust(deltas)
+        assert len(engine.deaths) == 1
+    finally:
+        await engine.engine.close()
+
+
 async def test_a_failed_start_names_the_cause(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "llama"}')
     from worker.engines.vllm import VllmEngine

@@ -119,6 +119,8 @@ async def test_restarted_worker_is_never_matched_with_what_it_held_before(servin
     old_instance = serving.router.fleet.worker_to_instance[before.worker]
 
     pid = await cluster.call(serving.actors[before.worker].pid, timeout_s=30.0, what="pid")
+    engine = psutil.Process(pid).children(recursive=True)
+    assert engine
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(120.0):
         while serving.router.fleet.worker_to_instance.get(before.worker) in (old_instance, None):
@@ -126,6 +128,8 @@ async def test_restarted_worker_is_never_matched_with_what_it_held_before(servin
             _, during = await ask(serving.router, f"during-{random.random()}", prompt(21, 1), 4)
             assert during.cached_tokens in (0, 640)
             await asyncio.sleep(0.2)
+
+    assert not [one for one in engine if one.is_running() and one.status() != psutil.STATUS_ZOMBIE], "it holds memory"
 
     keys = block_keys(pack_tokens(ids), SETTINGS.block_size, root_key(serving.scheme))
     assert before.worker not in await serving.router.directory.match(keys, [before.worker])

@@ -67,3 +67,17 @@ def test_reports_of_an_engine_that_was_never_given_anything_are_not_counted(cloc
     meter = StepMeter(clock)
     step(meter, clock, 5.0, prefill=10, decode=0, unfinished=0)
     assert meter.fit() == StepFit()
+
+
+def test_a_step_ages_while_a_request_waits_for_it_and_not_while_the_engine_is_idle(clock: Clock):
+    meter = StepMeter(clock)
+    clock.now_s += 50.0
+    assert meter.step_age_s == 0.0
+    meter.submitted(num_unfinished=0)
+    clock.now_s += 7.0
+    assert meter.step_age_s == 7.0
+    step(meter, clock, 1.0, prefill=0, decode=1, unfinished=1)
+    assert meter.step_age_s == 0.0
+    step(meter, clock, 1.0, prefill=0, decode=1, unfinished=0)
+    clock.now_s += 50.0
+    assert meter.step_age_s == 0.0

@@ -54,7 +54,8 @@ class VllmEngine:
         self._events: EventStream | None = None
         self._meter: StepMeter | None = None
         self._folder: Path | None = None
-        self._sentinels: list[int] = []
+        self._processes: list[Any] = []
+        self._progress: asyncio.Task[None] | None = None
         self._num_blocks = 0
         self._max_model_len_tokens = 0
         self._has_plugin = False
@@ -79,6 +80,7 @@ class VllmEngine:
             self.fallback_reason, self._has_plugin = prepared.fallback_reason, prepared.has_plugin
             self._llm = await asyncio.to_thread(launch, self._options, prepared, self._record_step)
             self._watch_processes(loop)
+            self._progress = asyncio.create_task(self._watch_progress(), name="engine-progress")
             await self._llm.get_supported_tasks()  # asked now, so that later submits do not wait for the answer
             self._events = EventStream(
                 self._options.scheme,
@@ -184,6 +186,8 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._is_closing = True
+        if self._progress is not None:
+            self._progress.cancel()
         self._unwatch_processes()
         if self._events is not None:
             await self._events.close()
@@ -263,14 +267,26 @@ class VllmEngine:
         assert self._llm is not None
         manager = getattr(self._llm.engine_core.resources, "engine_manager", None)
         for process in getattr(manager, "processes", []):
-            self._sentinels.append(process.sentinel)
+            self._processes.append(process)
             loop.add_reader(process.sentinel, self._died, process)
 
     def _unwatch_processes(self) -> None:
         loop = asyncio.get_running_loop()
-        for sentinel in self._sentinels:
-            loop.remove_reader(sentinel)
-        self._sentinels.clear()
+        for process in self._processes:
+            loop.remove_reader(process.sentinel)
+        self._processes.clear()
+
+    async def _watch_progress(self) -> None:
+        """End a process that hangs: it lives, so nobody else would ever see that its requests wait in vain."""
+        assert self._meter is not None
+        timeout_s = self._options.step_timeout_s
+        is_hanging = False
+        while not is_hanging:
+            await asyncio.sleep(timeout_s / 10)
+            is_hanging = self._num_unfinished() > 0 and self._meter.step_age_s > timeout_s
+        logger.error("the engine has not ended a step for %g s and is killed", timeout_s)
+        for process in self._processes:
+            process.kill()
 
     def _died(self, process: Any) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError

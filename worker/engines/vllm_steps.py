@@ -41,6 +41,11 @@ class StepMeter:
         self._step_began_at = now if num_unfinished else None
         self.num_running, self.kv_usage = num_running, kv_usage
 
+    @property
+    def step_age_s(self) -> float:
+        """How long the step under way has lasted by now; 0.0 while none is."""
+        return 0.0 if self._step_began_at is None else self._clock() - self._step_began_at
+
     def fit(self) -> StepFit:
         """What steps cost as of now."""
         return self._times.fit()
