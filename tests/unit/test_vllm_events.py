@@ -351,6 +351,20 @@ class TestStream:
             assert await told.until(1) == [BlockChange(is_reset=True)]
             assert stream.num_rebuilds == 1
 
+    async def test_a_batch_that_fails_half_way_leaves_nothing_untold(self, endpoints: tuple[str, str]):
+        a, b = keys(range(8))
+
+        async def fetch_snapshot() -> PoolSnapshot:
+            return PoolSnapshot(2, {1: a, 2: b})
+
+        async with following(endpoints, fetch_snapshot) as (publisher, _, told):
+            await publisher.publish(stored([1], range(4)))
+            await told.until(1)
+            await publisher.publish(stored([2], range(4, 8), parent=1), {"type": "BlockStored", "block_size": 4})
+            changes = await told.until(3)
+            assert changes[1] == BlockChange(is_reset=True)
+            assert (set(changes[2].stored), changes[2].removed) == ({a, b}, ())
+
     async def test_a_wrong_block_size_is_one_error_and_then_silence(
         self, endpoints: tuple[str, str], caplog: pytest.LogCaptureFixture
     ):

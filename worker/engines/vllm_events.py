@@ -106,7 +106,7 @@ class EventTranslator:
         """Take one batch into account and return its net effect. Modifies.
 
         Raises:
-            ProtocolError: an event lacks what its kind must have.
+            ProtocolError: an event lacks what its kind must have; those before it are taken into account.
         """
         change = _NetChange()
         for event in events:
@@ -347,6 +347,9 @@ class EventStream:
         try:
             change = self._translator.apply(decode_batch(payload))
         except ProtocolError as error:
+            # Events before the faulty one have changed what nobody has been told. What is told must be what is known
+            # before anything waits, since waiting may end in a cancellation.
+            self._tell(self._translator.clear())
             await self._rebuild(str(error))
             return
         if self._translator.refusal is not None:
@@ -382,7 +385,8 @@ class EventStream:
             else:
                 return
         logger.warning("KV events: forgetting the resident set: %s", cause)
-        self._tell(self._translator.clear())
+        if self._translator.keys:
+            self._tell(self._translator.clear())
 
     async def _take_snapshot(self, fetch_snapshot: FetchSnapshot) -> None:
         """Batches before the snapshot are contained in it; `_receive` drops them if they are still to come."""
