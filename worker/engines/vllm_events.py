@@ -128,6 +128,11 @@ class EventTranslator:
         after = self.keys
         return BlockChange(stored=tuple(after - before), removed=tuple(before - after))
 
+    def refuse(self, reason: str) -> BlockChange:
+        """Describe nothing from now on. Modifies."""
+        self.refusal = reason
+        return self.clear()
+
     def clear(self) -> BlockChange:
         """Forget everything. Modifies."""
         self._residents.clear()
@@ -247,6 +252,7 @@ class EventStream:
         *,
         quiet_s: float = 5.0,
     ) -> None:
+        self._model = scheme.model
         self._translator = EventTranslator(scheme)
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
@@ -314,19 +320,31 @@ class EventStream:
 
     def forget(self) -> None:
         """The pool was emptied: say so now, although the engine's own event comes with its next step only."""
-        self._tell(self._translator.clear())
+        if self.is_cache_aware:
+            self._tell(self._translator.clear())
+
+    def refuse(self, reason: str) -> None:
+        """Say that nothing is resident, and nothing ever after. Loud once."""
+        if self.is_cache_aware:
+            self._give_up(self._translator.refuse(reason))
+
+    def _give_up(self, change: BlockChange) -> None:
+        logger.error("model %s is not cache-aware: %s", self._model, self._translator.refusal)
+        self._tell(change)
 
     async def _follow(self, subscriber: zmq.asyncio.Socket) -> None:
         try:
-            while True:
+            while self.is_cache_aware:
                 is_quiet = not await subscriber.poll(self._quiet_s * 1000)
                 async with self._lock:
                     # A lost last batch shows no hole: in a quiet time ask whether there is more than has come.
                     await (self._replay() if is_quiet else self._receive(*await _next_batch(subscriber)))
-        except Exception:
-            self._translator.refusal = "following the engine's events failed"
-            logger.exception("KV events: not cache-aware any more: %s", self._translator.refusal)
-            raise
+        except Exception as error:
+            logger.exception("KV events: following them failed")
+            self.refuse(f"following the engine's events failed: {type(error).__name__}: {error}")
+        finally:
+            # Open and unread it would gather all that the engine goes on to publish.
+            subscriber.close(linger=0)
 
     async def _receive(self, seq: int, payload: bytes) -> None:
         """Handle one batch from the subscription; what a replay or a snapshot already brought is dropped."""
@@ -334,7 +352,7 @@ class EventStream:
             self.num_replays += 1
             logger.warning("KV events: batches %d to %d are missing, asking for them", self._next_seq, seq - 1)
             await self._replay()
-        if seq > self._next_seq:
+        if seq > self._next_seq and self.is_cache_aware:
             await self._rebuild("the replay buffer does not reach back far enough")
             self._next_seq = max(self._next_seq, seq)
         if seq == self._next_seq:
@@ -353,8 +371,9 @@ class EventStream:
             await self._rebuild(str(error))
             return
         if self._translator.refusal is not None:
-            logger.error("KV events: not cache-aware any more: %s", self._translator.refusal)
-        self._tell(change)
+            self._give_up(change)
+        else:
+            self._tell(change)
 
     async def _replay(self) -> None:
         """Ask the publisher for what it has from `_next_seq` on, and take what follows without a hole."""
