@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -135,18 +136,26 @@ class Fleet:
             await _disconnect(member)
         self._members.clear()
 
+    def state_to_count(self) -> dict[str, int]:
+        """How many workers are in each state. Does not modify."""
+        now = self._clock()
+        states = Counter(self._state(member, now) for member in self._members.values())
+        return {state: states[state] for state in ("ready", "away", "draining", "resting", "suspected")}
+
+    def _state(self, member: _Member, now_s: float) -> str:
+        status = member.client.status
+        if not member.client.is_connected:
+            return "away"
+        if member.record.is_draining or (status is not None and status.is_draining):
+            return "draining"
+        if self._is_open(member.client.instance):
+            return "suspected"
+        return "resting" if member.rest_until_s > now_s else "ready"
+
     def loads(self) -> list[Load]:
         """Load of every worker that may be sent to now, by worker id. Does not modify."""
         now = self._clock()
-        usable = [
-            member
-            for member in self._members.values()
-            if member.client.is_connected
-            and not member.record.is_draining
-            and not (member.client.status is not None and member.client.status.is_draining)
-            and member.rest_until_s <= now
-            and not self._is_open(member.client.instance)
-        ]
+        usable = [member for member in self._members.values() if self._state(member, now) == "ready"]
         measured = [
             status.prefill_s_per_token
             for status in (member.client.status for member in usable)

@@ -121,7 +121,7 @@ def parse_request(endpoint: Endpoint, body: Any, *, served_model: str, allow_str
         model=model,
         messages=_messages(subject) if endpoint is Endpoint.CHAT else None,
         prompt=_prompt(subject) if endpoint is Endpoint.COMPLETIONS else None,
-        max_tokens=_max_tokens(values),
+        max_tokens=_max_tokens(endpoint, values),
         sampling_options=_sampling_options(values),
         stop=values.get("stop", ()),
         cache_salt=values.get("cache_salt", ""),
@@ -184,6 +184,8 @@ def _status_and_type(error: BaseException) -> tuple[int, str]:
 
 
 # Ranges are those of OpenAI's reference where it has the field, else vLLM's (`SamplingParams`).
+DEFAULT_COMPLETION_TOKENS = 16
+"""Of `/v1/completions`, where a request names no number."""
 _SAMPLING_CHECKS: Mapping[str, fields.Check] = {
     "temperature": fields.number(0, 2),
     "top_p": fields.number(0, 1),
@@ -254,11 +256,14 @@ def _refuse_unsupported(endpoint: Endpoint, given: Mapping[str, Any], own_field:
             raise InvalidRequest(f"'{name}' is not supported{only}.", param=name)
 
 
-def _max_tokens(values: Mapping[str, Any]) -> int | None:
+def _max_tokens(endpoint: Endpoint, values: Mapping[str, Any]) -> int | None:
+    """Longest answer; `None` for what the context leaves. The endpoints differ in it, at OpenAI as in vLLM."""
     found = {values[name] for name in ("max_tokens", "max_completion_tokens") if name in values}
     if len(found) > 1:
         raise InvalidRequest("'max_tokens' and 'max_completion_tokens' differ; give one.", param="max_tokens")
-    return found.pop() if found else None
+    for max_tokens in found:
+        return int(max_tokens)
+    return DEFAULT_COMPLETION_TOKENS if endpoint is Endpoint.COMPLETIONS else None
 
 
 def _sampling_options(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,6 +277,8 @@ def _sampling_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        (value,) = value
     if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
         raise InvalidRequest("'prompt' holds several prompts; one for each request is supported.", param="prompt")
     prompt = fields.text(value, "prompt") if not isinstance(value, list) else fields.token_ids(value, "prompt")

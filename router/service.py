@@ -54,7 +54,6 @@ class Router:
         self._scheme = scheme
         self._policy = policy
         self._max_attempts = max_attempts
-        self._is_degraded = False
         self.hints = Hints(clock)
         self.fleet = Fleet(
             directory,
@@ -183,18 +182,19 @@ class Router:
             self.fleet.release(booking)
 
     async def _match(self, keys: Sequence[BlockKey]) -> Mapping[WorkerId, Match]:
-        """What the directory knows of a prompt; nothing where it cannot be asked, since routing must go on."""
+        """What the directory knows of a prompt; nothing where it cannot be asked, since routing must go on.
+
+        The outage itself is the directory's to tell, once; here each request that missed it is counted.
+        """
         if not keys:
             return {}
         try:
-            matches = await self.directory.match(keys, self.fleet.worker_to_instance)
-        except DirectoryUnavailable as error:
+            return await self.directory.match(keys, self.fleet.worker_to_instance)
+        except DirectoryUnavailable:
             self.metrics.note_directory_degraded()
-            if not self._is_degraded:
-                self._is_degraded = True
-                logger.error("the directory does not answer (%s): routing by own sends and load until it does", error)
             return {}
-        if self._is_degraded:
-            self._is_degraded = False
-            logger.error("the directory answers again")
-        return matches
+
+    def render_metrics(self) -> bytes:
+        """All metrics as of now, as a Prometheus server reads them."""
+        self.metrics.note_workers(self.fleet.state_to_count())
+        return self.metrics.render()

@@ -24,7 +24,13 @@ from shared.types import FinishReason, Instance, RequestId, RouterId, Sampling, 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 """A 1-million-token prompt is 4 MB; what is larger than this is not ours."""
-_MAX_ITEMS = 1 << 20
+_MAX_ITEMS = 1 << 21
+"""Most values of one message, at all depths. The largest message is a frame with all the tokens that a worker keeps for
+a router that is away: 8 MiB at 5 bytes a token."""
+_HARMLESS_BYTES = 64 << 10
+"""Of all that msgpack has, empty containers grow most: one byte becomes some 70."""
+_HARMLESS_CLAIMS = 1 << 20
+"""Room for items that nested headers may claim without having them."""
 
 Message = TypeVar("Message")
 _Decode = Callable[[Any], Any]
@@ -181,8 +187,12 @@ def unpack(raw: bytes) -> Any:
     """Plain msgpack within this protocol's limits; no extension types."""
     if len(raw) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {len(raw)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
-    # Each item takes a byte: a header that claims more lies, and every level of nesting would be allocated as claimed.
+    # Each item takes a byte: a header that claims more lies.
     max_items = min(_MAX_ITEMS, len(raw))
+    # Every level of nesting would be allocated as claimed. Payload may hold these bytes too, so this only sends more
+    # messages through the check than have to.
+    if len(raw) > _HARMLESS_BYTES or max_items * sum(map(raw.count, _LONG_HEADERS)) > _HARMLESS_CLAIMS:
+        _check_num_items(raw)
     try:
         return msgpack.unpackb(
             raw,
@@ -194,6 +204,53 @@ def unpack(raw: bytes) -> Any:
         )
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"not msgpack within limits: {error}") from error
+
+
+def _check_num_items(raw: bytes) -> None:
+    """Raises `ProtocolError` if the headers claim more items than any message has. Allocates nothing for them.
+
+    Takes about 0.1 us an item, so it is for messages that could do harm.
+    """
+    at, num_left, num_items = 0, 1, 1
+    while num_left > 0 and at < len(raw):
+        num_bytes, num_length_bytes, num_fixed, num_for_each = _LAYOUT_OF_HEADER[raw[at]]
+        num_left -= 1
+        at += num_bytes
+        if num_length_bytes or num_fixed:
+            length = num_fixed or int.from_bytes(raw[at - num_length_bytes : at], "big")
+            if num_for_each:
+                num_left += length * num_for_each
+                num_items += length * num_for_each
+                if num_items > _MAX_ITEMS:
+                    raise ProtocolError(f"more than the limit of {_MAX_ITEMS} items in one message")
+            else:
+                at += length
+
+
+def _layout_of_headers() -> tuple[tuple[int, int, int, int], ...]:
+    """For each first byte of an item of msgpack: bytes up to the payload, how many of the last of them tell a length,
+    a length that the first byte itself tells, and items for each unit of length (0: bytes).
+    """
+    layouts = [(1, 0, 0, 0)] * 256
+    for size in range(16):
+        layouts[0x80 + size] = (1, 0, size, 2)
+        layouts[0x90 + size] = (1, 0, size, 1)
+    for size in range(32):
+        layouts[0xA0 + size] = (1, 0, size, 0)
+    for header, num_length_bytes, num_for_each in (
+        (0xC4, 1, 0), (0xC5, 2, 0), (0xC6, 4, 0), (0xD9, 1, 0), (0xDA, 2, 0), (0xDB, 4, 0),
+        (0xDC, 2, 1), (0xDD, 4, 1), (0xDE, 2, 2), (0xDF, 4, 2),
+    ):  # fmt: skip
+        layouts[header] = (1 + num_length_bytes, num_length_bytes, 0, num_for_each)
+    for header, num_bytes in zip(range(0xCA, 0xD4), (4, 8, 1, 2, 4, 8, 1, 2, 4, 8), strict=True):
+        layouts[header] = (1 + num_bytes, 0, 0, 0)
+    # Extension types are left as they are: msgpack refuses the first of them.
+    return tuple(layouts)
+
+
+_LAYOUT_OF_HEADER = _layout_of_headers()
+_LONG_HEADERS = (b"\xdc", b"\xdd", b"\xde", b"\xdf")
+"""Of arrays and maps that tell their length in bytes of its own."""
 
 
 def _packed(body: Any) -> bytes:

@@ -6,11 +6,12 @@ It owns the routers' sessions and connections. It never looks into the engine's 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.errors import ConfigError, KvrouteError, Overloaded, ProtocolError, WorkerLost
+from shared.errors import ConfigError, EngineError, KvrouteError, Overloaded, ProtocolError, WorkerLost
 from shared.messages import Ack, Cancel, Refused, Submit, decode
 from shared.transport.base import Channel, Timings
 from shared.transport.channel import SilenceGuard, local_pair
@@ -233,6 +234,7 @@ class WorkerHost:
                 last_submit=session.last_submit,
             )
             sender = asyncio.create_task(session.send_frames(channel), name=f"kvroute-sender-{session.router}")
+            sender.add_done_callback(functools.partial(self._sender_ended, key, session))
             while True:
                 message = decode(await channel.receive())
                 guard.heard()
@@ -260,6 +262,14 @@ class WorkerHost:
             if session.detach(channel) and self._sessions.get(key) is session:
                 loop = asyncio.get_running_loop()
                 self._expiries[key] = loop.call_later(self._timings.resume_s, self._expire, key)
+
+    def _sender_ended(self, key: SessionKey, session: Session, task: asyncio.Task[None]) -> None:
+        """A session that cannot send keeps its router waiting for ever: end it, so that its requests fail over."""
+        if task.cancelled() or task.exception() is None:
+            return
+        _logger.error("sending to router %s failed, its session ends", session.router, exc_info=task.exception())
+        if self._sessions.get(key) is session:
+            self._drop(key)
 
     def _attach(self, key: SessionKey, channel: Channel, last_frame: int) -> tuple[Session, bool]:
         """The session that the connection belongs to from now on, and whether it stood before."""
@@ -289,6 +299,11 @@ class WorkerHost:
             self._requests.start(session, submit)
         except KvrouteError as error:
             session.push((submit.request, submit.attempt), 0, fault=fault_of(error))
+        except Exception:
+            # The number is accepted, so nobody would send it again or ever hear of it.
+            _logger.exception("request %s could not be started", submit.request)
+            failure = EngineError("the worker failed to start this request; its log says why")
+            session.push((submit.request, submit.attempt), 0, fault=fault_of(failure))
 
     def _check_room(self, session: Session) -> None:
         retry_after_s = self._limits.retry_after_s

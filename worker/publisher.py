@@ -43,7 +43,8 @@ class Publisher:
 
     One task makes all calls, one at a time. A call without an answer is repeated with the same content, since it may
     have taken effect; the store takes a repeat for a no-op. What the store refuses is mended by a snapshot: after
-    `GAP` under the current registration, after `UNKNOWN` or `STALE` under a new one.
+    `GAP` under the current registration, after `UNKNOWN` or `STALE` under a new one. After a fault of our own, or an
+    answer that makes no sense, everything starts over with a new registration. Only a live owner of the id ends it.
 
     Invariant: what the store holds, changed by the batch under way and then by the pending changes, is `resident`;
     or a snapshot is planned.
@@ -89,6 +90,9 @@ class Publisher:
         self._has_told_draining = False
         self._next_heartbeat_s = 0.0
         self._num_setbacks = 0
+        self._num_faults = 0
+        """Unexpected errors since publishing last went well for the time of a lease, which sees every kind of call."""
+        self._faulted_at_s = 0.0
         self._pause_s = 0.0
         self._lost_at_s: float | None = None
 
@@ -173,20 +177,19 @@ class Publisher:
     # The one task that talks to the store.
 
     async def _run(self) -> None:
-        try:
-            while not self.is_evicted:
-                if self._pause_s:
-                    await asyncio.sleep(self._pause_s)
-                else:
-                    await self._wait_for_news()
-                try:
-                    await self._advance()
-                except DirectoryUnavailable as error:
-                    self._note_loss(error)
-        except Exception as error:
-            # A fault of our own or a store that cannot be used: silence here would be an unseen stale directory.
-            logger.exception("worker %s publishes no more", self._info.worker)
-            self._evict(f"{type(error).__name__}: {error}")
+        while not self.is_evicted:
+            if self._pause_s:
+                await asyncio.sleep(self._pause_s)
+            else:
+                await self._wait_for_news()
+            try:
+                await self._advance()
+            except DirectoryUnavailable as error:
+                self._note_loss(error)
+            except Exception:
+                self._start_over()
+            else:
+                self._note_recovery()
 
     async def _wait_for_news(self) -> None:
         """Until the next heartbeat, or until changes have been gathered for a tick."""
@@ -350,6 +353,27 @@ class Publisher:
         if self._lost_at_s is None:
             self._lost_at_s = asyncio.get_running_loop().time()
             logger.warning("worker %s cannot publish, its changes are kept: %s", self._info.worker, error)
+
+    def _start_over(self) -> None:
+        """After an unexpected error nothing is sure, but that the worker's requests need no directory."""
+        if not self._num_faults:
+            logger.exception("worker %s starts publishing over", self._info.worker)
+        self._batch = None
+        self._commit = None
+        self._plan_snapshot("fault")
+        self._is_registered = False
+        self._epoch = self._new_epoch()
+        # What works in between, as registering may, makes the pauses no shorter.
+        self._num_setbacks = self._num_faults
+        self._num_faults += 1
+        self._faulted_at_s = asyncio.get_running_loop().time()
+        self._set_back()
+
+    def _note_recovery(self) -> None:
+        is_lasting = asyncio.get_running_loop().time() >= self._faulted_at_s + self._lease_s
+        if self._num_faults and is_lasting and self.is_quiet:
+            logger.warning("worker %s publishes again after %s faults", self._info.worker, self._num_faults)
+            self._num_faults = 0
 
     def _note_answer(self) -> None:
         if self._lost_at_s is not None:

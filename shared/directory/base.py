@@ -83,6 +83,11 @@ class Match:
 class Directory(Protocol):
     """Chained block key -> the workers that hold that block now, for one namespace."""
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether `match` fails at once since the store has missed. The directory's own log tells of both ends."""
+        ...
+
     async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
         """Take the id for `lease_s` with an empty resident set under `epoch`, `seq` 0. Modifies.
 

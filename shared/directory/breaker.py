@@ -40,7 +40,7 @@ class Breaker:
     def succeed(self, now_s: float) -> None:
         """The store answered an admitted call. Modifies."""
         if self._opened_at_s is not None:
-            logger.warning("the directory's store answers again after %.1f s", now_s - self._opened_at_s)
+            logger.error("the directory's store answers again after %.1f s", now_s - self._opened_at_s)
         self._num_misses_in_a_row = 0
         self._opened_at_s = None
         self._is_probing = False
@@ -55,7 +55,7 @@ class Breaker:
         if self._opened_at_s is None:
             self._opened_at_s = now_s
             self.num_openings += 1
-            logger.warning(
+            logger.error(
                 "the directory's store misses (%s); it is asked again every %.2g s, and routing goes on without it",
                 reason,
                 self._rest_s,

@@ -34,6 +34,10 @@ class MemoryDirectory:
         self._clock = clock
         self._entry_of: dict[WorkerId, _Entry] = {}
 
+    @property
+    def is_resting(self) -> bool:
+        return False
+
     async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
         check_scheme(info, self._scheme)
         entry = self._live(info.worker)

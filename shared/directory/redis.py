@@ -54,9 +54,10 @@ Answer = TypeVar("Answer")
 class RedisDirectory:
     """`Directory` over a Redis-protocol server.
 
-    Every call has a deadline and raises `DirectoryUnavailable` past it; after misses in a row calls fail at once for
-    `rest_s`. Counters only grow: `num_misses` counts calls without an answer, `num_spared` calls that failed at once,
-    `num_malformed` values in the store that were refused.
+    Every call has a deadline and raises `DirectoryUnavailable` past it. After misses in a row `match`, which requests
+    wait for, fails at once for `rest_s`; a store that is too slow for it may still serve publishers and the list of
+    workers, so that they always ask. Counters only grow: `num_misses` counts calls without an answer, `num_spared`
+    matches that failed at once, `num_malformed` values in the store that were refused.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class RedisDirectory:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the store missed so often that calls fail at once."""
+        """Whether the store missed so often that `match` fails at once; told in the log when it begins and ends."""
         return self._breaker.is_open
 
     @property
@@ -177,7 +178,21 @@ class RedisDirectory:
         if not keys or not candidates:
             return {}
         chain = b"".join(keys)
-        return await self._call("match", self._match_deadline_s, lambda: self._match(chain, candidates))
+        breaker = self._breaker
+        clock = asyncio.get_running_loop().time
+        if not breaker.admit(clock()):
+            self.num_spared += 1
+            raise DirectoryUnavailable("match: the store has not answered lately")
+        try:
+            found = await self._call("match", self._match_deadline_s, lambda: self._match(chain, candidates))
+        except DirectoryUnavailable as error:
+            breaker.miss(clock(), str(error))
+            raise
+        except BaseException:
+            breaker.abandon()
+            raise
+        breaker.succeed(clock())
+        return found
 
     async def workers(self) -> list[WorkerRecord]:
         return await self._call("workers", self._publish_deadline_s, self._read_workers)
@@ -204,32 +219,22 @@ class RedisDirectory:
         A call that is given up is not cancelled but left to end within the publishers' deadline: if it was connecting,
         the next call finds the connection made, even where that takes longer than a request may wait.
         """
-        loop = asyncio.get_running_loop()
-        if not self._breaker.admit(loop.time()):
-            self.num_spared += 1
-            raise DirectoryUnavailable(f"{operation}: the store has not answered lately")
-        task = loop.create_task(self._bounded(work))
+        task = asyncio.get_running_loop().create_task(self._bounded(work))
         self._late.add(task)
         task.add_done_callback(self._forget_task)
         try:
             await asyncio.wait({task}, timeout=deadline_s)
         except asyncio.CancelledError:
-            self._breaker.abandon()
             task.cancel()
             raise
         try:
             if not task.done():
                 raise TimeoutError
-            answer = task.result()
+            return task.result()
         except TimeoutError:
             raise self._miss(operation, f"no answer within {deadline_s:g} s") from None
         except (RedisError, OSError, asyncio.CancelledError) as error:
             raise self._miss(operation, f"{type(error).__name__}: {error}") from error
-        except BaseException:
-            self._breaker.abandon()
-            raise
-        self._breaker.succeed(loop.time())
-        return answer
 
     async def _bounded(self, work: Callable[[], Awaitable[Answer]]) -> Answer:
         async with asyncio.timeout(self._publish_deadline_s):
@@ -244,7 +249,6 @@ class RedisDirectory:
 
     def _miss(self, operation: str, reason: str) -> DirectoryUnavailable:
         self.num_misses += 1
-        self._breaker.miss(asyncio.get_running_loop().time(), f"{operation}: {reason}")
         return DirectoryUnavailable(f"{operation}: {reason}")
 
     async def _check_server(self) -> None:

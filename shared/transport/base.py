@@ -138,7 +138,8 @@ class WorkerClient(Protocol):
         The iterator yields each token once and in order and ends after the delta with `finish`. It raises the error
         that the worker reports (`InvalidRequest`, `EngineError`, `Overloaded`), and `WorkerLost` when the worker or
         the connection is gone for good. Closing it early, or cancelling the task that waits for it, cancels the request
-        at the worker. `request` and `attempt` together are new to this client, or `ValueError`.
+        at the worker. `request` and `attempt` together are new to this client, or `ValueError`. What no worker
+        could read, since it is too large or out of the protocol's range, is an `InvalidRequest` and takes no number.
         """
         ...
 

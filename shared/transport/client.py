@@ -10,7 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 
-from shared.errors import AuthenticationFailed, ConfigError, ProtocolError, WorkerLost
+from shared.errors import AuthenticationFailed, ConfigError, InvalidRequest, ProtocolError, WorkerLost
 from shared.messages import Ack, Cancel, Delta, Frame, Refused, Submit, decode, encode
 from shared.transport.base import Channel, Connect, OnChange, Timings
 from shared.transport.channel import SilenceGuard, open_channel
@@ -28,8 +28,8 @@ class ChannelClient:
     """`WorkerClient` over any channel.
 
     Invariants: `_streams` holds the requests whose last delta has not arrived, left ones included, since the worker
-    tells their end too; `_unseen` holds the submits that no frame accounts for; while a session stands, one task reads
-    and one writes.
+    tells their end too; `_unseen` holds the submits that no frame accounts for, as bytes a worker can read; while a
+    session stands, one task reads and one writes, and neither ends without the connection.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ChannelClient:
         self._session = secrets.token_bytes(SESSION_BYTES)
         self._last_frame = 0
         self._streams: dict[RequestKey, Stream] = {}
-        self._unseen: dict[int, Submit] = {}
-        self._outgoing: deque[Submit | Cancel] = deque()
+        self._unseen: dict[int, tuple[RequestKey, bytes]] = {}
+        self._outgoing: deque[bytes] = deque()
         self._is_acknowledgement_due = False
         self._wake = asyncio.Event()
         self._channel: Channel | None = None
@@ -115,17 +115,16 @@ class ChannelClient:
         key = (request, attempt)
         if key in self._streams:
             raise ValueError(f"request {request}, attempt {attempt} is already under way")
-        self.last_submit += 1
-        stream = Stream(key, self.last_submit, self._leave)
+        number = self.last_submit + 1
+        raw = _encoded(Submit(number, request, attempt, token_ids, sampling, salt, adapter, priority, matched_tokens))
+        self.last_submit = number
+        stream = Stream(key, number, self._leave)
         if self._task is None:
             stream.fail(WorkerLost(f"worker {self.worker} is not connected"))
             return stream
-        submit = Submit(
-            self.last_submit, request, attempt, token_ids, sampling, salt, adapter, priority, matched_tokens
-        )
         self._streams[key] = stream
-        self._unseen[submit.number] = submit
-        self._send(submit)
+        self._unseen[number] = key, raw
+        self._send(raw)
         return stream
 
     async def close(self) -> None:
@@ -143,12 +142,12 @@ class ChannelClient:
     def _leave(self, stream: Stream) -> None:
         """The consumer is gone: have the worker free the request. Its last delta ends the entry."""
         if self._streams.get(stream.key) is stream:
-            self._send(Cancel(*stream.key))
+            self._send(encode(Cancel(*stream.key)))
 
-    def _send(self, message: Submit | Cancel) -> None:
+    def _send(self, raw: bytes) -> None:
         # While the worker is away nothing is queued: `_catch_up` works out afresh what it has missed.
         if self._channel is not None:
-            self._outgoing.append(message)
+            self._outgoing.append(raw)
             self._wake.set()
 
     async def _run(self, channel: Channel | None) -> None:
@@ -169,6 +168,10 @@ class ChannelClient:
         except (WorkerLost, AuthenticationFailed) as error:
             reason = error
             _logger.warning("worker %s is lost: %s", self.worker, error)
+        except Exception as error:
+            # A fault of our own. Going on could leave requests waiting for ever; so they fail over.
+            reason = WorkerLost(f"the connection to worker {self.worker} failed: {type(error).__name__}: {error}")
+            _logger.exception("worker %s is lost to a fault of this client", self.worker)
         finally:
             self._task = None
             self.is_lost = True
@@ -224,15 +227,16 @@ class ChannelClient:
         for stream in list(self._streams.values()):
             is_seen = stream.number <= last_submit
             if stream.is_left and is_seen:
-                self._outgoing.append(Cancel(*stream.key))
+                self._outgoing.append(encode(Cancel(*stream.key)))
             elif stream.is_left:
                 del self._streams[stream.key]
             elif not is_seen:
                 if stream.number not in self._unseen:
                     raise ProtocolError(f"worker {self.worker} forgot submit {stream.number}")
-                self._outgoing.append(self._unseen[stream.number])
+                _, raw = self._unseen[stream.number]
+                self._outgoing.append(raw)
         self._note_seen(last_submit)
-        for number in [number for number, submit in self._unseen.items() if _key(submit) not in self._streams]:
+        for number in [number for number, (key, _) in self._unseen.items() if key not in self._streams]:
             del self._unseen[number]
         self._wake.set()
 
@@ -250,6 +254,10 @@ class ChannelClient:
                     raise WorkerLost(f"worker {self.worker} ends: {message.message}")
                 else:
                     raise ProtocolError(f"a worker does not send {type(message).__name__}")
+        except ConnectionError:
+            if writer.done():
+                writer.result()  # raises what ended it, if that was no broken connection
+            raise
         finally:
             guard.stop()
             self._channel = None
@@ -258,10 +266,11 @@ class ChannelClient:
             self._on_change()
 
     async def _write(self, channel: Channel) -> None:
+        """Write what is queued; the connection ends with this, however it ends."""
         try:
             while True:
                 while self._outgoing:
-                    await channel.send(encode(self._outgoing.popleft()))
+                    await channel.send(self._outgoing.popleft())
                 if self._is_acknowledgement_due:
                     self._is_acknowledgement_due = False
                     await channel.send(encode(Ack(self._last_frame)))
@@ -269,6 +278,8 @@ class ChannelClient:
                     self._wake.clear()
                     await self._wake.wait()
         except ConnectionError:
+            pass
+        finally:
             channel.close()
 
     def _take_frame(self, frame: Frame) -> None:
@@ -340,8 +351,18 @@ def _told(error: Exception) -> str:
     return str(error) or "no answer in time"
 
 
-def _key(submit: Submit) -> RequestKey:
-    return submit.request, submit.attempt
+def _encoded(submit: Submit) -> bytes:
+    """The wire form of a submit that the worker will take.
+
+    What cannot be sent or read would cost the connection, and after it the next one, with everything else on them.
+    Raises `InvalidRequest`.
+    """
+    try:
+        raw = encode(submit)
+        decode(raw)
+    except (ProtocolError, TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"the request cannot be sent: {error}") from error
+    return raw
 
 
 def _ignore() -> None:

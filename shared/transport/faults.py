@@ -32,7 +32,8 @@ _ERROR_OF_CODE = {error_type.code: error_type for error_type in _ERRORS}
 
 def fault_of(error: KvrouteError) -> Fault:
     """What is sent for `error`. An error without a code of its own on the wire arrives as an `EngineError`."""
-    message = str(error)
+    # Text may quote names of files, which need not be UTF-8 and could not be sent.
+    message = str(error).encode(errors="backslashreplace").decode()
     if len(message) > MAX_FAULT_CHARS:
         # Engines quote what they refuse, of any size, and an oversized frame would cost the whole connection.
         message = message[:MAX_FAULT_CHARS] + "..."

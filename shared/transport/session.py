@@ -168,7 +168,10 @@ class Session:
         self._room.set()
 
     async def send_frames(self, channel: Channel) -> None:
-        """Send what is unacknowledged and then each new frame, until `channel` is closed or not current any more."""
+        """Send what is unacknowledged and then each new frame, until `channel` is closed or not current any more.
+
+        Whatever else this raises is a fault of our own, after which the session is of no use.
+        """
         sent = self._acknowledged
         try:
             while self._channel is channel:

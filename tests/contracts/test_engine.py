@@ -97,6 +97,8 @@ async def test_resident_is_what_was_told_and_what_a_router_computes(engine: Engi
     computed = (token_ids + answer.token_ids)[:-1]
     assert keys(computed) <= await engine.engine.resident()
     assert engine.engine.is_cache_aware
+    assert engine.info is not None
+    assert engine.info.is_cache_aware
 
 
 async def test_reset_drops_all_that_nobody_holds(engine: EngineUnderTest):

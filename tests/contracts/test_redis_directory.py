@@ -159,6 +159,41 @@ async def test_match_survives_values_of_a_wrong_type(directory: RedisDirectory, 
     assert (await directory.workers())[-1].info.worker == W2
 
 
+@pytest.mark.parametrize("kind", ["blocks", "events"])
+async def test_batch_that_failed_half_way_does_not_pass_for_applied(
+    directory: RedisDirectory, client: Any, kind: str
+) -> None:
+    await client.set(f"{TAG}:{kind}", b"nonsense")
+    with pytest.raises(DirectoryUnavailable, match="WRONGTYPE"):
+        await directory.apply(batch("w1", E1, 2, [3], [0]))
+    await client.delete(f"{TAG}:{kind}")
+    assert await directory.apply(batch("w1", E1, 2, [3], [0])) == Reply.OK
+    assert set(keys([3])) <= await directory.resident(W1)
+    assert [entry[b"seq"] for _, entry in await client.xrange(f"{TAG}:events")][-1:] == [b"2"]
+
+
+async def test_commit_that_failed_half_way_does_not_pass_for_done(directory: RedisDirectory, client: Any) -> None:
+    await directory.stage(W1, E1, E2, keys(range(5, 8)))
+    await client.set(f"{TAG}:events", b"nonsense")
+    with pytest.raises(DirectoryUnavailable, match="WRONGTYPE"):
+        await directory.commit(W1, E1, E2, 3)
+    assert await directory.resident(W1) == set(keys(range(3)))
+    await client.delete(f"{TAG}:events")
+    assert await directory.commit(W1, E1, E2, 3) == Reply.OK
+    assert await directory.resident(W1) == set(keys(range(5, 8)))
+    assert [(entry[b"epoch"], entry[b"seq"]) for _, entry in await client.xrange(f"{TAG}:events")] == [
+        (E2.encode(), b"0")
+    ]
+
+
+@pytest.mark.parametrize("kind", ["blocks", "events", "staged"])
+async def test_registering_replaces_values_of_a_wrong_type(directory: RedisDirectory, client: Any, kind: str) -> None:
+    await client.set(f"{TAG}:{kind}", b"nonsense")
+    assert await directory.register(worker_info("w1"), E2, LONG_LEASE_S) == Reply.OK
+    assert await directory.apply(batch("w1", E2, 1, [3])) == Reply.OK
+    assert await directory.resident(W1) == set(keys([3]))
+
+
 async def test_match_survives_an_instance_that_is_no_text(directory: RedisDirectory, client: Any) -> None:
     await client.hset(f"{TAG}:meta", "instance", b"\xff")
     assert await directory.match(keys(range(3)), [W1]) == {}

@@ -11,10 +11,12 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from shared.errors import AuthenticationFailed, ContextTooLong, EngineError, InvalidRequest, Overloaded, WorkerLost
+from shared.hashing import pack_tokens
 from shared.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Ack, Delta, Hello, Submit, decode, encode
 from shared.transport.base import Channel, Timings
 from shared.transport.client import ChannelClient
@@ -34,6 +36,7 @@ from tests.support.transport import (
     tokens_of,
     until,
 )
+from worker.engines.base import EngineDelta, EngineRequest, EngineStats
 from worker.host import HostLimits
 
 PROMPT = list(range(100, 150))
@@ -164,6 +167,113 @@ async def test_an_engine_fault_ends_only_its_request_after_its_tokens(kind: Kind
             await collect(submit(client, "a", PROMPT, 20), into=deltas)
         assert tokens_of(deltas) == fake_tokens(PROMPT, 10)
         assert client.is_connected
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"sampling": Sampling(1, seed=1 << 70)}, "cannot be sent: "),
+        ({"sampling": Sampling(1, temperature=float("nan"))}, r"Sampling\.temperature: nan is not a finite number"),
+        ({"sampling": Sampling(1.5)}, r"Sampling\.max_tokens: float instead of int"),  # type: ignore[arg-type]
+        ({"request": RequestId("\ud800")}, "surrogates not allowed"),
+        ({"token_ids": bytes(MAX_MESSAGE_BYTES)}, "over the limit of 67108864"),
+    ],
+    ids=["huge", "not finite", "wrong type", "no text", "large"],
+)
+async def test_what_no_worker_could_read_is_refused_at_once_and_costs_nobody_else_anything(
+    rig: Rig, field: dict[str, Any], message: str
+) -> None:
+    client, _ = await rig.connected()
+    plain = {"request": RequestId("a"), "attempt": 0, "token_ids": pack_tokens(PROMPT), "sampling": Sampling(1)}
+    with pytest.raises(InvalidRequest, match=message):
+        client.submit(**{**plain, **field})
+    deltas = await collect(submit(client, "b", PROMPT, 20))
+    assert tokens_of(deltas) == fake_tokens(PROMPT, 20)
+    assert (client.last_submit, client.num_reconnects) == (1, 0)
+
+
+class _Unwritable:
+    """A channel with a fault of our own in it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.is_faulty = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    async def send(self, raw: bytes) -> None:
+        if self.is_faulty:
+            raise RuntimeError("a fault of our own")
+        await self._channel.send(raw)
+
+
+async def test_a_fault_in_the_writer_is_told_once_and_loses_the_worker_instead_of_hanging(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, connect = rig.client()
+    faulty: list[_Unwritable] = []
+
+    def wrap(channel: Channel) -> Channel:
+        faulty.append(_Unwritable(channel))
+        return cast(Channel, faulty[-1])
+
+    connect.wrap = wrap
+    await client.connect()
+    faulty[0].is_faulty = True
+    async with asyncio.timeout(20):
+        with pytest.raises(WorkerLost, match="a fault of our own"):
+            await collect(submit(client, "a", PROMPT, 20))
+    assert client.is_lost
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "worker w1 is lost to a fault of this client"
+    ]
+
+
+async def test_a_worker_that_cannot_build_its_frames_ends_the_session_instead_of_hanging(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, _ = await rig.connected()
+    stream = submit(client, "a", PROMPT, 1_000_000)
+    await anext(stream)
+    stats = rig.engine.stats
+
+    def fail() -> EngineStats:
+        raise RuntimeError("a fault of our own")
+
+    rig.engine.stats = fail  # type: ignore[method-assign]
+    async with asyncio.timeout(20):
+        with pytest.raises(WorkerLost, match="given up this router's session"):
+            await collect(stream)
+    rig.engine.stats = stats  # type: ignore[method-assign]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"][:1] == [
+        "sending to router r1 failed, its session ends"
+    ]
+    await until(lambda: rig.host.num_requests == 0)
+
+
+async def test_a_request_that_the_worker_fails_to_start_fails_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of our own")
+
+    client, _ = await rig.connected()
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.host._requests, "start", fail)
+        with pytest.raises(EngineError, match="failed to start this request"):
+            await collect(submit(client, "a", PROMPT, 20))
+    assert tokens_of(await collect(submit(client, "b", PROMPT, 20))) == fake_tokens(PROMPT, 20)
+
+
+async def test_an_error_that_quotes_what_is_no_text_arrives(kind: Kind, tmp_path: Path) -> None:
+    class QuotingEngine(FakeEngine):
+        async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+            raise EngineError("no file caf\udce9")
+            yield
+
+    async with running(kind, tmp_path, engine=QuotingEngine()) as rig:
+        client, _ = await rig.connected()
+        with pytest.raises(EngineError, match=r"no file caf\\udce9"):
+            await collect(submit(client, "a", PROMPT, 20))
 
 
 async def test_a_dead_engine_is_a_lost_worker_at_once(kind: Kind, tmp_path: Path) -> None:

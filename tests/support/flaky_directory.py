@@ -55,6 +55,10 @@ class FlakyDirectory:
         self._scripted: dict[str, deque[Fault]] = defaultdict(deque)
         self._late: set[asyncio.Task[None]] = set()
 
+    @property
+    def is_resting(self) -> bool:
+        return self.inner.is_resting
+
     def fail_next(self, operation: str, *faults: Fault) -> None:
         """Script what happens to the next calls of one operation."""
         self._scripted[operation].extend(faults)

@@ -51,9 +51,9 @@ def test_one_line_is_logged_when_it_opens_and_one_when_it_closes(caplog: pytest.
     assert breaker.num_openings == 1
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (
-            logging.WARNING,
+            logging.ERROR,
             "the directory's store misses (match: no answer); it is asked again every 1 s, "
             "and routing goes on without it",
         ),
-        (logging.WARNING, "the directory's store answers again after 100.0 s"),
+        (logging.ERROR, "the directory's store answers again after 100.0 s"),
     ]

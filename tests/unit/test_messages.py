@@ -206,10 +206,27 @@ def test_spoilt_messages_are_refused_or_are_another_message_and_never_anything_e
         b"\xc6\xff\xff\xff\xff",
         b"\xc9\xff\xff\xff\xff\x01",
         b"\x92\x00" + b"\xdd\x00\x10\x00\x00" * 400,
+        b"\x92\x00" + b"\xdd\x00\x10\x00\x00" * 400 + bytes(1 << 20),
+        b"\x92\x00" + b"\xdc\x10\x00" * 1000 + bytes(1096),
         b"\x91" * 100_000,
         b"\x81\x01" * 100_000,
+        b"\x9f" + (b"\xdd\x00\x0f\xff\xff" + b"\x90" * 0xFFFFF) * 15,
+        b"\x9f" + (b"\xdd\x00\x0f\xff\xff" + b"\x80" * 0xFFFFF) * 15,
     ],
-    ids=["array", "map", "text", "bytes", "extension", "nested arrays", "depth of arrays", "depth of maps"],
+    ids=[
+        "array",
+        "map",
+        "text",
+        "bytes",
+        "extension",
+        "nested arrays",
+        "nested arrays in a long message",
+        "nested arrays in a stranger's message",
+        "depth of arrays",
+        "depth of maps",
+        "empty arrays",
+        "empty maps",
+    ],
 )
 def test_claims_of_giant_sizes_are_refused_before_they_cost_memory(raw: bytes) -> None:
     tracemalloc.start()
@@ -218,6 +235,22 @@ def test_claims_of_giant_sizes_are_refused_before_they_cost_memory(raw: bytes) -
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 16 << 20
+
+
+def test_what_a_worker_keeps_for_a_router_that_is_away_passes_in_one_frame() -> None:
+    token_ids = tuple(range(70_000, 70_000 + (8 << 20) // (5 * 64)))
+    frame = Frame(INSTANCE, 1, 0, tuple(Delta(RequestId(f"r{number}"), 1, 0, token_ids) for number in range(64)))
+    assert decode(encode(frame)) == frame
+
+
+def test_items_of_every_kind_are_counted_in_large_messages() -> None:
+    rng = random.Random(0)
+    some: list[Any] = [None, True, 0, -1, -33, 200, 1 << 14, 1 << 30, 1 << 60, -(1 << 14), -(1 << 30), -(1 << 60), 0.5]
+    some += ["", "x" * 20, "x" * 200, "x" * 2000, "x" * 70_000, b"", b"\xdd" * 20, b"\xdd" * 2000, b"\xdd" * 70_000]
+    some += [[], [1], [[1] * 20, {}], {"a": [1]}, {str(number): number for number in range(20)}, [0] * 70_000]
+    for _ in range(20):
+        body = [*rng.choices(some, k=40), "x" * 70_000]
+        assert unpack(msgpack.packb(body)) == body
 
 
 @pytest.mark.parametrize("raw", [b"\xd4\x01\x00", b"\xd6\xff\x00\x00\x00\x00", b"\xc7\x00\x05", b"\xc7\x04\x05abcd"])

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
 
@@ -444,6 +445,39 @@ def test_store_down_at_the_start_is_registered_with_later() -> None:
         await publisher.stop()
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize("operation", ["register", "heartbeat", "apply", "stage", "commit", "set_draining"])
+def test_unexpected_fault_is_told_once_and_started_over_at_growing_distances(
+    operation: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        evictions: list[str] = []
+        called_at_s: list[float] = []
+
+        async def fail(*_: object) -> Reply:
+            called_at_s.append(asyncio.get_running_loop().time())
+            raise RuntimeError("a fault of our own")
+
+        async with publishing(on_evicted=evictions.append) as (publisher, flaky):
+            publisher.set_draining(True)
+            await asyncio.sleep(HEARTBEAT_S)
+            with monkeypatch.context() as patched:
+                patched.setattr(flaky, operation, fail)
+                await flaky.inner.forget(W1, worker_info("w1").instance)  # so that each operation has its turn
+                for number in range(400):
+                    publisher.on_blocks(stored([number]))
+                    await asyncio.sleep(HEARTBEAT_S / 20)
+            publisher.on_blocks(removed([0]))
+            await asyncio.sleep(MENDING_S)
+            assert await flaky.inner.resident(W1) == set(keys(range(1, 400)))
+        assert not evictions
+        assert 5 < len(called_at_s) < 60
+        assert min(after - before for before, after in pairwise(called_at_s[-5:])) >= HEARTBEAT_S / 2
+
+    run_virtual(scenario())
+    told = [record.levelno for record in caplog.records]
+    assert told == [logging.ERROR, logging.WARNING]
 
 
 def test_stop_with_the_store_down_is_no_error() -> None:

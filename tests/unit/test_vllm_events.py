@@ -351,6 +351,20 @@ class TestStream:
             assert await told.until(1) == [BlockChange(is_reset=True)]
             assert stream.num_rebuilds == 1
 
+    async def test_a_batch_that_fails_half_way_leaves_nothing_untold(self, endpoints: tuple[str, str]):
+        a, b = keys(range(8))
+
+        async def fetch_snapshot() -> PoolSnapshot:
+            return PoolSnapshot(2, {1: a, 2: b})
+
+        async with following(endpoints, fetch_snapshot) as (publisher, _, told):
+            await publisher.publish(stored([1], range(4)))
+            await told.until(1)
+            await publisher.publish(stored([2], range(4, 8), parent=1), {"type": "BlockStored", "block_size": 4})
+            changes = await told.until(3)
+            assert changes[1] == BlockChange(is_reset=True)
+            assert (set(changes[2].stored), changes[2].removed) == ({a, b}, ())
+
     async def test_a_wrong_block_size_is_one_error_and_then_silence(
         self, endpoints: tuple[str, str], caplog: pytest.LogCaptureFixture
     ):
@@ -360,4 +374,41 @@ class TestStream:
             assert await told.until(1) == [BlockChange(is_reset=True)]
             assert await stream.resident() == set()
             assert not stream.is_cache_aware
-            assert [record.levelname for record in caplog.records] == ["ERROR"]
+            assert [record.getMessage() for record in caplog.records] == [
+                "model m is not cache-aware: engine's blocks have 8 tokens, announced were 4"
+            ]
+            stream.forget()
+            assert told.changes == [BlockChange(is_reset=True)]
+
+    async def test_of_a_refused_model_nothing_is_ever_told_again(self, endpoints: tuple[str, str]):
+        async def fetch_snapshot() -> PoolSnapshot:
+            return PoolSnapshot(9, {1: keys(range(4))[0]})
+
+        async with following(endpoints, fetch_snapshot) as (publisher, stream, told):
+            publisher.num_forgotten = 1
+            stream.refuse("the model is not for us")
+            stream.refuse("nor is it now")
+            await publisher.publish(stored([1], range(4)), is_lost=True)
+            await publisher.publish(stored([2], range(4, 8), parent=1))
+            assert stream._task is not None
+            await stream._task
+            assert await stream.resident() == set()
+            assert told.changes == [BlockChange(is_reset=True)]
+
+    async def test_following_that_fails_for_good_tells_that_nothing_is_resident(
+        self, endpoints: tuple[str, str], caplog: pytest.LogCaptureFixture
+    ):
+        async def fetch_snapshot() -> PoolSnapshot:
+            raise RuntimeError("a fault of our own")
+
+        async with following(endpoints, fetch_snapshot) as (publisher, stream, told):
+            await publisher.publish(stored([1], range(4)))
+            await told.until(1)
+            publisher.num_forgotten = 2
+            await publisher.publish(stored([2], range(4, 8), parent=1), is_lost=True)
+            await publisher.publish(stored([3], range(8, 12), parent=2))
+            assert (await told.until(2))[1:] == [BlockChange(is_reset=True)]
+            assert (stream.is_cache_aware, await stream.resident()) == (False, set())
+            assert caplog.records[-1].getMessage() == (
+                "model m is not cache-aware: following the engine's events failed: RuntimeError: a fault of our own"
+            )

@@ -22,8 +22,9 @@ class EngineInfo:
     step_budget_tokens: int
     """Most prompt tokens that one step prefills."""
     eviction: str
+    """Rule in force in the pool, or why the asked one is not."""
     is_cache_aware: bool = True
-    """Whether `on_blocks` tells all that the engine's cache can serve."""
+    """Whether block keys describe the cache of this model. If not, no block is ever told of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from shared.hashing import KEY_SIZE_BYTES
 from shared.types import BlockKey, FinishReason, RequestId, Sampling
 from worker.engines.base import EngineDelta, EngineInfo, EngineRequest, EngineStats, OnBlocks, OnDeath
 from worker.engines.vllm_events import EventStream, PoolSnapshot
-from worker.engines.vllm_launch import launch, logged_cause, prepare_launch
+from worker.engines.vllm_keys import refusal_of_groups, refusal_of_model
+from worker.engines.vllm_launch import Launch, launch, logged_cause, prepare_launch
 from worker.engines.vllm_options import VllmOptions
 from worker.engines.vllm_steps import StepMeter
 
@@ -89,7 +90,10 @@ class VllmEngine:
                 self._on_blocks,
                 self._fetch_snapshot if self._has_plugin else None,
             )
-            await self._events.start()
+            if (refusal := await self._find_refusal(prepared)) is None:
+                await self._events.start()
+            else:
+                self._events.refuse(refusal)
         except ConfigError:
             await self.close()
             raise
@@ -109,6 +113,7 @@ class VllmEngine:
             max_model_len_tokens=self._max_model_len_tokens,
             step_budget_tokens=config.scheduler_config.max_num_batched_tokens,
             eviction=self._options.eviction if self._has_plugin else "stock",
+            is_cache_aware=self.is_cache_aware,
         )
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
@@ -236,6 +241,13 @@ class VllmEngine:
             num_unfinished=self._num_unfinished(),
             kv_usage=stats.kv_cache_usage,
         )
+
+    async def _find_refusal(self, prepared: Launch) -> str | None:
+        """Why block keys cannot describe this engine's cache; None if they can."""
+        if not self._has_plugin:
+            return refusal_of_model(prepared.config.model_config)
+        groups = [(kind, block_size_tokens) for kind, block_size_tokens in await self._ask("groups")]
+        return refusal_of_groups(self._options.scheme, groups)
 
     async def _fetch_snapshot(self) -> PoolSnapshot:
         answer = await self._ask("snapshot")

@@ -106,7 +106,7 @@ class EventTranslator:
         """Take one batch into account and return its net effect. Modifies.
 
         Raises:
-            ProtocolError: an event lacks what its kind must have.
+            ProtocolError: an event lacks what its kind must have; those before it are taken into account.
         """
         change = _NetChange()
         for event in events:
@@ -127,6 +127,11 @@ class EventTranslator:
         self._residents = {block_hash: _Resident(key) for block_hash, key in snapshot.hash_to_key.items()}
         after = self.keys
         return BlockChange(stored=tuple(after - before), removed=tuple(before - after))
+
+    def refuse(self, reason: str) -> BlockChange:
+        """Describe nothing from now on. Modifies."""
+        self.refusal = reason
+        return self.clear()
 
     def clear(self) -> BlockChange:
         """Forget everything. Modifies."""
@@ -247,6 +252,7 @@ class EventStream:
         *,
         quiet_s: float = 5.0,
     ) -> None:
+        self._model = scheme.model
         self._translator = EventTranslator(scheme)
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
@@ -314,19 +320,31 @@ class EventStream:
 
     def forget(self) -> None:
         """The pool was emptied: say so now, although the engine's own event comes with its next step only."""
-        self._tell(self._translator.clear())
+        if self.is_cache_aware:
+            self._tell(self._translator.clear())
+
+    def refuse(self, reason: str) -> None:
+        """Say that nothing is resident, and nothing ever after. Loud once."""
+        if self.is_cache_aware:
+            self._give_up(self._translator.refuse(reason))
+
+    def _give_up(self, change: BlockChange) -> None:
+        logger.error("model %s is not cache-aware: %s", self._model, self._translator.refusal)
+        self._tell(change)
 
     async def _follow(self, subscriber: zmq.asyncio.Socket) -> None:
         try:
-            while True:
+            while self.is_cache_aware:
                 is_quiet = not await subscriber.poll(self._quiet_s * 1000)
                 async with self._lock:
                     # A lost last batch shows no hole: in a quiet time ask whether there is more than has come.
                     await (self._replay() if is_quiet else self._receive(*await _next_batch(subscriber)))
-        except Exception:
-            self._translator.refusal = "following the engine's events failed"
-            logger.exception("KV events: not cache-aware any more: %s", self._translator.refusal)
-            raise
+        except Exception as error:
+            logger.exception("KV events: following them failed")
+            self.refuse(f"following the engine's events failed: {type(error).__name__}: {error}")
+        finally:
+            # Open and unread it would gather all that the engine goes on to publish.
+            subscriber.close(linger=0)
 
     async def _receive(self, seq: int, payload: bytes) -> None:
         """Handle one batch from the subscription; what a replay or a snapshot already brought is dropped."""
@@ -334,7 +352,7 @@ class EventStream:
             self.num_replays += 1
             logger.warning("KV events: batches %d to %d are missing, asking for them", self._next_seq, seq - 1)
             await self._replay()
-        if seq > self._next_seq:
+        if seq > self._next_seq and self.is_cache_aware:
             await self._rebuild("the replay buffer does not reach back far enough")
             self._next_seq = max(self._next_seq, seq)
         if seq == self._next_seq:
@@ -347,11 +365,15 @@ class EventStream:
         try:
             change = self._translator.apply(decode_batch(payload))
         except ProtocolError as error:
+            # Events before the faulty one have changed what nobody has been told. What is told must be what is known
+            # before anything waits, since waiting may end in a cancellation.
+            self._tell(self._translator.clear())
             await self._rebuild(str(error))
             return
         if self._translator.refusal is not None:
-            logger.error("KV events: not cache-aware any more: %s", self._translator.refusal)
-        self._tell(change)
+            self._give_up(change)
+        else:
+            self._tell(change)
 
     async def _replay(self) -> None:
         """Ask the publisher for what it has from `_next_seq` on, and take what follows without a hole."""
@@ -382,7 +404,8 @@ class EventStream:
             else:
                 return
         logger.warning("KV events: forgetting the resident set: %s", cause)
-        self._tell(self._translator.clear())
+        if self._translator.keys:
+            self._tell(self._translator.clear())
 
     async def _take_snapshot(self, fetch_snapshot: FetchSnapshot) -> None:
         """Batches before the snapshot are contained in it; `_receive` drops them if they are still to come."""

@@ -11,6 +11,8 @@ from typing import Any
 from shared.hashing import TOKEN_SIZE_BYTES, block_key, pack_tokens, root_key
 from shared.types import BlockKey, CacheScheme
 
+_FULL_ATTENTION = "full_attention"
+
 
 def chain_keys(
     scheme: CacheScheme,
@@ -45,3 +47,30 @@ def chain_keys(
             parent = block_key(parent, packed[index * stride : (index + 1) * stride])
         keys.append(parent)
     return keys
+
+
+def refusal_of_groups(scheme: CacheScheme, groups: Sequence[tuple[str, int]]) -> str | None:
+    """Why our keys cannot describe a cache of these groups; None if they can. A group is vLLM's kind and a block size.
+
+    With one group of full attention a block can be used exactly if all blocks before it are there.
+    """
+    if [kind for kind, _ in groups] != [_FULL_ATTENTION]:
+        return f"its cache is not one group of full attention but {', '.join(kind for kind, _ in groups) or 'none'}"
+    ((_, block_size_tokens),) = groups
+    if block_size_tokens != scheme.block_size_tokens:
+        return f"the engine's blocks have {block_size_tokens} tokens, announced were {scheme.block_size_tokens}"
+    return None
+
+
+def refusal_of_model(model_config: Any) -> str | None:
+    """The same as far as vLLM's configuration of a model tells, for engines that cannot be asked for their groups."""
+    for is_so, what in (
+        (model_config.is_attention_free, "no attention"),
+        (model_config.is_hybrid, "layers of other kinds than attention"),
+        (model_config.is_encoder_decoder, "cross attention"),
+        (model_config.attention_chunk_size is not None, "chunked local attention"),
+        (model_config.get_sliding_window() is not None, "a sliding window"),
+    ):
+        if is_so:
+            return f"it has {what}, and its cache need not be one group of full attention"
+    return None

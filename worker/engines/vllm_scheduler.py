@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
 from vllm.v1.request import Request
 
 from shared.types import CacheScheme
@@ -109,7 +110,7 @@ def scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
 
 
 def _serve(engine_core: Any, operation: str) -> Any:
-    """What the worker's process may ask: `snapshot`, `digest`, `statistics`, `evict_all_free`."""
+    """What the worker's process may ask: `groups`, `snapshot`, `digest`, `statistics`, `evict_all_free`."""
     return getattr(engine_core.scheduler, f"kvr_{operation}")()
 
 
@@ -134,6 +135,7 @@ class _CountingPublisher(EventPublisher):
 class _KeyedPoolMixin:
     """A scheduler whose pool is ours."""
 
+    kv_cache_config: KVCacheConfig
     kv_cache_manager: KVCacheManager
     kv_event_publisher: EventPublisher
 
@@ -149,6 +151,11 @@ class _KeyedPoolMixin:
         """As vLLM's; the blocks that the request will find count as just used from now on."""
         super().add_request(request)  # type: ignore[misc]
         self._kvr_pool.expect(request)
+
+    def kvr_groups(self) -> list[tuple[str, int]]:
+        """Kind and block size of each group of the cache."""
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        return [(get_kv_cache_spec_kind(spec).value, spec.block_size) for spec in specs]
 
     def kvr_snapshot(self) -> dict[str, Any]:
         """The pool's content at an exact place in the event stream: after the first `num_published` batches."""

@@ -38,11 +38,12 @@ end
 if seq ~= last + 1 then
   return 'GAP'
 end
-redis.call('HSET', KEYS[1], 'seq', ARGV[2])
 each_chunk('SADD', KEYS[2], ARGV[4])
 each_chunk('SREM', KEYS[2], ARGV[5])
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[6], '*',
   'epoch', ARGV[1], 'seq', ARGV[2], 'holder', ARGV[3], 'stored', ARGV[4], 'removed', ARGV[5])
+-- Last: an error above undoes nothing, and the batch that it cut short must not pass for applied when it is repeated.
+redis.call('HSET', KEYS[1], 'seq', ARGV[2])
 -- A set that was emptied and a trimmed stream start anew without an expiry of their own.
 local expires_at_ms = redis.call('PEXPIRETIME', KEYS[1])
 redis.call('PEXPIREAT', KEYS[2], expires_at_ms)

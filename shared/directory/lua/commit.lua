@@ -20,24 +20,26 @@ end
 if meta[1] ~= ARGV[1] then
   return 'STALE'
 end
-redis.call('HDEL', KEYS[1], 'staged')
 if meta[2] ~= ARGV[2] then
   redis.call('UNLINK', KEYS[4])
 end
 local num_keys = redis.call('SCARD', KEYS[4])
 if num_keys ~= tonumber(ARGV[3]) then
+  redis.call('HDEL', KEYS[1], 'staged')
   redis.call('UNLINK', KEYS[4])
   return 'GAP'
 end
+-- What can fail comes first, since an error undoes nothing and a repeat must find what it needs.
+-- Sequence 0 tells mirrors of a new epoch: what they hold of this worker is void.
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[4], '*',
+  'epoch', ARGV[2], 'seq', 0, 'holder', '', 'stored', '', 'removed', '')
 -- RENAME over a large set would free it on the spot and hold up everybody.
 redis.call('UNLINK', KEYS[2])
 if num_keys > 0 then
   redis.call('RENAME', KEYS[4], KEYS[2])
 end
+redis.call('HDEL', KEYS[1], 'staged')
 redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'seq', 0)
--- Sequence 0 tells mirrors of a new epoch: what they hold of this worker is void.
-redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[4], '*',
-  'epoch', ARGV[2], 'seq', 0, 'holder', '', 'stored', '', 'removed', '')
 local expires_at_ms = redis.call('PEXPIRETIME', KEYS[1])
 redis.call('PEXPIREAT', KEYS[2], expires_at_ms)
 redis.call('PEXPIREAT', KEYS[3], expires_at_ms)

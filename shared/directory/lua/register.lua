@@ -16,10 +16,13 @@ if holder and holder ~= ARGV[1] then
   return 'TAKEN'
 end
 redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[4])
-redis.call('HSET', KEYS[1], 'instance', ARGV[1], 'epoch', ARGV[2], 'seq', 0, 'info', ARGV[3], 'draining', 0)
+if redis.call('TYPE', KEYS[3]).ok ~= 'stream' then
+  redis.call('UNLINK', KEYS[3])
+end
 -- Sequence 0 tells mirrors of a new epoch: what they hold of this worker is void.
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[5], '*',
   'epoch', ARGV[2], 'seq', 0, 'holder', '', 'stored', '', 'removed', '')
+redis.call('HSET', KEYS[1], 'instance', ARGV[1], 'epoch', ARGV[2], 'seq', 0, 'info', ARGV[3], 'draining', 0)
 local now = redis.call('TIME')
 local expires_at_ms = now[1] * 1000 + math.floor(now[2] / 1000) + ARGV[4]
 redis.call('PEXPIREAT', KEYS[1], expires_at_ms)
