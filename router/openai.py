@@ -261,8 +261,8 @@ def _max_tokens(endpoint: Endpoint, values: Mapping[str, Any]) -> int | None:
     found = {values[name] for name in ("max_tokens", "max_completion_tokens") if name in values}
     if len(found) > 1:
         raise InvalidRequest("'max_tokens' and 'max_completion_tokens' differ; give one.", param="max_tokens")
-    for max_tokens in found:
-        return int(max_tokens)
+    if found:
+        return int(found.pop())
     return DEFAULT_COMPLETION_TOKENS if endpoint is Endpoint.COMPLETIONS else None
 
 
