@@ -66,6 +66,9 @@ async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
 
 
 async def _batch(call: Invocation) -> int:
+    for name in ("input", "output"):
+        if call.own[name] == Path("-"):
+            raise ConfigError(f"{name} -: a batch goes back in its files when it is resumed; name a file")
     run = _run_to_attach(call)
     settings = _with_run(call.settings, run)
     launch.require_model(settings)
@@ -231,7 +234,10 @@ def _run_to_attach(call: Invocation) -> runfile.Run | None:
         return None
     running = Settings(**run.settings)
     asked = call.settings.model_fields_set & _OF_THE_WORKERS
-    if "workers" in asked or any(getattr(call.settings, name) != getattr(running, name) for name in asked):
+    differing = [name for name in sorted(asked) if getattr(call.settings, name) != getattr(running, name)]
+    if "workers" in asked or differing:
+        why = "--workers is given" if "workers" in asked else f"they differ in {', '.join(differing)}"
+        call.say(f"the workers of `kvroute up` are left alone, since {why}: starting own ones")
         return None
     if not run.is_alive:
         raise ConfigError("`kvroute up` has died without `kvroute down`; run that, or ask for own --workers")

@@ -10,7 +10,9 @@ import contextlib
 import os
 import random
 import secrets
+import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -37,6 +39,8 @@ from shared.types import CacheScheme, RouterId, WorkerId, WorkerInfo
 from worker.actor import WorkerActor
 from worker.engines.demo_model import BUILT_IN_MODELS, prepare_model
 from worker.process import WorkerOptions
+
+_RAY_LOG_NAME = "ray.log"
 
 Say = Callable[[str], None]
 """Tells the user what is going on, one line at a time."""
@@ -65,9 +69,11 @@ class Serving:
 @contextlib.asynccontextmanager
 async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
     """Start everything that `settings` does not name, serve, and stop it again however this ends."""
+    await _check_given_store(settings)
     model_folder = await _prepare_model(settings, say)
     marker = runfile.new_marker()
     async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-", ignore_cleanup_errors=True))
         # Last of all: what a frozen worker or a killed Ray has left.
         stack.callback(runfile.end_processes, marker)
         store = None
@@ -79,7 +85,7 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
         cluster.connect_ray(
             settings.ray_address,
             num_local_cpus=settings.workers,
-            environment=_worker_environment(marker, is_own_ray=not settings.ray_address),
+            environment=_worker_environment(marker, None if settings.ray_address else folder),
         )
         stack.callback(cluster.leave_ray)
         if not settings.ray_address:
@@ -122,6 +128,7 @@ async def bring_up(settings: Settings, run_dir: Path, say: Say) -> runfile.Run:
             secrets.token_hex(32),
             settings.model_dump(mode="json", exclude_unset=True),
             redis_url=settings.redis_url,
+            folder="" if settings.ray_address else tempfile.mkdtemp(prefix="kvroute-"),
         )
         runfile.write_run(run_dir, run)
         try:
@@ -130,8 +137,7 @@ async def bring_up(settings: Settings, run_dir: Path, say: Say) -> runfile.Run:
                 undo.pop_all()
                 return run
         except BaseException:
-            runfile.end_processes(run.marker)
-            runfile.remove_run(run_dir)
+            await take_down(run_dir, say)
             raise
 
 
@@ -145,6 +151,9 @@ async def take_down(run_dir: Path, say: Say) -> bool:
     await asyncio.to_thread(runfile.end_processes, run.marker)
     if run.redis_url and not run.settings.get("redis_url"):
         stop_detached(run.redis_url)
+    if run.folder:
+        shutil.rmtree(run.folder, ignore_errors=True)
+    (run_dir / _RAY_LOG_NAME).unlink(missing_ok=True)
     runfile.remove_run(run_dir)
     return True
 
@@ -183,6 +192,7 @@ async def _bring_up(
     undo: contextlib.AsyncExitStack,
 ) -> runfile.Run:
     """The steps of `bring_up`. `stack` ends with this process's part, `undo` only where the whole fails."""
+    await _check_given_store(settings)
     await _prepare_model(settings, say)
     environment = _environment(run.marker)
     if not run.redis_url:
@@ -193,16 +203,14 @@ async def _bring_up(
     ray_address = settings.ray_address
     if not ray_address:
         say("starting Ray")
-        log_path = run_dir / "ray.log"
+        log_path = run_dir / _RAY_LOG_NAME
         head, ray_address = cluster.start_head(
             environment, log_path, num_cpus=max(settings.workers, os.cpu_count() or 1)
         )
         await cluster.wait_for_head(head, ray_address, log_path, timeout_s=settings.start_timeout_s)
     run = replace(run, ray_address=ray_address)
     runfile.write_run(run_dir, run)
-    cluster.connect_ray(
-        ray_address, num_local_cpus=0, environment=_worker_environment(run.marker, is_own_ray=not settings.ray_address)
-    )
+    cluster.connect_ray(ray_address, num_local_cpus=0, environment=_worker_environment(run.marker, run.folder or None))
     stack.callback(cluster.leave_ray)
     run = replace(run, workers=tuple(_worker_ids(settings)))
     runfile.write_run(run_dir, run)
@@ -305,6 +313,13 @@ async def _enter_router(
     return Serving(settings, router, tokenizer, scheme, infos, actors, store)
 
 
+async def _check_given_store(settings: Settings) -> None:
+    """Find out about a wrong --redis-url before anything is started."""
+    if settings.redis_url:
+        directory = await _connect_directory(settings.redis_url, settings)
+        await directory.close()
+
+
 async def _connect_directory(redis_url: str, settings: Settings) -> Directory:
     try:
         return await connect_directory(redis_url, _scheme(settings), match_deadline_s=settings.redis_deadline_s)
@@ -358,12 +373,17 @@ def _is_gpu_build() -> bool:
 
 def _environment(marker: str) -> dict[str, str]:
     """This process's environment with the run's marker in it, for what is started from here."""
-    return {**os.environ, **_worker_environment(marker, is_own_ray=True)}
+    return {**os.environ, runfile.MARKER_VARIABLE: marker}
 
 
-def _worker_environment(marker: str, *, is_own_ray: bool) -> dict[str, str]:
-    """What a worker's process needs beyond what Ray gives it; a cluster of somebody else has kvroute installed."""
+def _worker_environment(marker: str, folder: str | None) -> dict[str, str]:
+    """What a worker's process needs beyond what Ray gives it.
+
+    `folder` is where workers on this host put sockets and logs, so that those of a killed one go as well; a cluster of
+    somebody else has its own folders, and kvroute installed.
+    """
     environment = {runfile.MARKER_VARIABLE: marker}
-    if is_own_ray:
+    if folder is not None:
+        environment["TMPDIR"] = folder
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return environment
