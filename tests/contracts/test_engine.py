@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -257,3 +259,37 @@ async def test_a_start_that_fails_in_the_engines_process_names_the_cause_too(tmp
 async def test_a_pool_too_small_for_the_context_is_refused_before_the_start(tmp_path: Path):
     with pytest.raises(ConfigError, match="--kv-cache-blocks: 4 blocks of 32 tokens hold 128 tokens, less than one"):
         await start_vllm(tmp_path, kv_cache_blocks=4)
+
+
+async def test_an_unknown_vllm_is_told_of_where_the_rule_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from worker.engines import vllm_scheduler
+    from worker.engines.demo_model import prepare_model
+    from worker.engines.vllm_launch import prepare_launch
+    from worker.engines.vllm_options import VllmOptions
+
+    monkeypatch.setattr(vllm_scheduler, "check_surface", lambda: "this vLLM is too new")
+    options = VllmOptions(prepare_model("tiny", tmp_path), SCHEME, max_model_len=CONTEXT_TOKENS)
+    prepared = await asyncio.to_thread(prepare_launch, options, tmp_path)
+    assert (prepared.has_plugin, prepared.eviction) == (False, "stock (this vLLM is too new)")
+
+
+async def test_a_model_with_a_sliding_window_is_declared_by_name_and_tells_of_no_block(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    from worker.engines.demo_model import prepare_model
+
+    folder = shutil.copytree(prepare_model("tiny", tmp_path), tmp_path / "windowed")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 2 * BLOCK_SIZE}
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = await start_vllm(tmp_path, model_dir=folder)
+    try:
+        assert engine.info is not None
+        assert not engine.info.is_cache_aware
+        await engine.ask(prompt(31, 6 * BLOCK_SIZE))
+        assert (await engine.engine.resident(), engine.told) == (set(), set())
+    finally:
+        await engine.engine.close()
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("worker")] == [
+        f"model {SCHEME.model} is not cache-aware: its cache is not one group of full attention but sliding_window"
+    ]

@@ -43,8 +43,8 @@ class VllmEngine:
     """One vLLM engine and the process it lives in.
 
     `start` once, then everything else, then `close`; a closed or dead engine does not come back. The options' eviction
-    rule is put into vLLM's own pool, and where this vLLM is not one that we know, its stock pool is used and
-    `fallback_reason` says why.
+    rule is put into vLLM's own pool, and where this vLLM is not one that we know, its stock pool is used: `EngineInfo`
+    says why.
     """
 
     def __init__(self, options: VllmOptions, on_blocks: OnBlocks, on_death: OnDeath) -> None:
@@ -63,8 +63,6 @@ class VllmEngine:
         self._live: set[RequestId] = set()
         self._is_closing = False
         self._death: asyncio.Future[str] | None = None
-        self.fallback_reason: str | None = None
-        """Why the asked eviction rule is not in force; None if it is."""
 
     @property
     def is_cache_aware(self) -> bool:
@@ -78,7 +76,7 @@ class VllmEngine:
         self._folder = Path(tempfile.mkdtemp(prefix="kvroute-"))
         try:
             prepared = await asyncio.to_thread(prepare_launch, self._options, self._folder)
-            self.fallback_reason, self._has_plugin = prepared.fallback_reason, prepared.has_plugin
+            self._has_plugin = prepared.has_plugin
             self._llm = await asyncio.to_thread(launch, self._options, prepared, self._record_step)
             self._watch_processes(loop)
             self._progress = asyncio.create_task(self._watch_progress(), name="engine-progress")
@@ -112,7 +110,7 @@ class VllmEngine:
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_model_len_tokens=self._max_model_len_tokens,
             step_budget_tokens=config.scheduler_config.max_num_batched_tokens,
-            eviction=self._options.eviction if self._has_plugin else "stock",
+            eviction=prepared.eviction,
             is_cache_aware=self.is_cache_aware,
         )
 

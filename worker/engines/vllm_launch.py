@@ -44,8 +44,8 @@ class Launch:
     """Where the engine publishes its KV events."""
     replay_endpoint: str
     """Where it publishes them again when asked."""
-    fallback_reason: str | None
-    """Why the asked eviction rule will not be in force; None if it will."""
+    eviction: str
+    """The rule that will be in force, or why the asked one will not."""
     has_plugin: bool
 
 
@@ -77,9 +77,7 @@ def prepare_launch(options: VllmOptions, folder: Path) -> Launch:
         arguments.setdefault(
             "logging_config", LoggingConfig(log_level=log_level, pylogging_config_file=str(log_config))
         )
-        fallback_reason = None
-        if options.eviction != "stock":
-            fallback_reason = _plug_in(options, arguments)
+        fallback_reason = _plug_in(options, arguments) if options.eviction != "stock" else None
         config = AsyncEngineArgs(**arguments).create_engine_config()
     check_context_fits(options, config.model_config.max_model_len)
     return Launch(
@@ -87,7 +85,7 @@ def prepare_launch(options: VllmOptions, folder: Path) -> Launch:
         config,
         events.endpoint,
         str(events.replay_endpoint),
-        fallback_reason,
+        options.eviction if fallback_reason is None else f"stock ({fallback_reason})",
         has_plugin=options.eviction != "stock" and fallback_reason is None,
     )
 
@@ -139,7 +137,7 @@ def _plug_in(options: VllmOptions, arguments: dict[str, Any]) -> str | None:
 
 def _child_environment(options: VllmOptions, folder: Path) -> dict[str, str]:
     """What vLLM can only be told by its environment."""
-    environment = {
+    return {
         "VLLM_NO_USAGE_STATS": "1",
         # Its sockets go with the folder; in the system's they would stay for ever.
         "VLLM_RPC_BASE_PATH": str(folder),
@@ -147,9 +145,6 @@ def _child_environment(options: VllmOptions, folder: Path) -> dict[str, str]:
         # A forked child would inherit this process's threads' locks and event loop.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    if options.cpu_threads is not None:
-        environment["OMP_NUM_THREADS"] = str(options.cpu_threads)
-    return environment
 
 
 def _recorder_type(record_step: Callable[[SchedulerStats], None]) -> Any:

@@ -58,8 +58,6 @@ class VllmOptions:
     eviction: str = "adaptive"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
-    cpu_threads: int | None = None
-    """Threads of a CPU engine; None leaves it to `OMP_NUM_THREADS`, which Ray sets to the CPUs of an actor."""
     start_timeout_s: float = 600.0
     step_timeout_s: float = 600.0
     """A step that takes longer will never end: the longest honest one, a full budget of a large model's prompt on a
