@@ -88,8 +88,6 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
             environment=_worker_environment(marker, None if settings.ray_address else folder),
         )
         stack.callback(cluster.leave_ray)
-        if not settings.ray_address:
-            stack.callback(runfile.end_processes, marker)
         secret = secrets.token_bytes(32)
         workers = await _start_workers(settings, redis_url, secret, say, stack, is_detached=False)
         infos = tuple(info for info, _ in workers.values())
@@ -233,8 +231,7 @@ async def _start_workers(
     ids: tuple[str, ...] | None = None,
 ) -> dict[WorkerId, tuple[WorkerInfo, Any]]:
     """Start all workers and wait until each has told that it serves."""
-    num_gpus = (settings.gpus_per_worker or settings.tensor_parallel_size) if _is_gpu_build() else 0
-    resources = WorkerResources(num_cpus=1, num_gpus=num_gpus)
+    resources = WorkerResources(num_cpus=1, num_gpus=_num_gpus(settings))
     if not settings.ray_address:
         # A cluster of somebody else may grow on demand; one of ours will not.
         cluster.check_resources(settings.workers, resources)
@@ -360,6 +357,13 @@ def _worker_ids(settings: Settings) -> list[str]:
 
 def _actor_name(worker: WorkerId) -> str:
     return f"kvroute:{worker}"
+
+
+def _num_gpus(settings: Settings) -> float:
+    """GPUs that each worker asks of Ray. A cluster may have them where this host has none."""
+    if _is_gpu_build():
+        return settings.gpus_per_worker or settings.tensor_parallel_size
+    return settings.gpus_per_worker or 0 if settings.ray_address else 0
 
 
 def _is_gpu_build() -> bool:
