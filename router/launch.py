@@ -123,8 +123,7 @@ async def bring_up(settings: Settings, run_dir: Path, say: Say) -> runfile.Run:
             async with contextlib.AsyncExitStack() as stack:
                 return await _bring_up(settings, run_dir, run, say, stack)
         except BaseException:
-            runfile.end_processes(run.marker)
-            runfile.remove_run(run_dir)
+            await take_down(run_dir)
             raise
 
 

@@ -134,7 +134,8 @@ class EmbeddedStore:
     def _spawn(self, binary: Path, folder: Path) -> subprocess.Popen[bytes]:
         command = [str(binary), "--port", "0", "--unixsocket", str(folder / _SOCKET_NAME), "--unixsocketperm", "700"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(folder), "--databases", "1"]
-        command += ["--daemonize", "no", "--loglevel", "warning"]
+        # A server that writes its state into its title wipes out the environment that others see, and find it by.
+        command += ["--daemonize", "no", "--loglevel", "warning", "--set-proc-title", "no"]
         if not self._is_detached and sys.platform == "linux":
             command = [sys.executable, "-I", "-S", "-c", _BECOME_BOUND, str(os.getpid()), *command]
         with (folder / _LOG_NAME).open("wb") as log:

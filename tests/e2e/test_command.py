@@ -171,6 +171,22 @@ def test_up_that_is_killed_in_the_middle_is_undone_by_down(tmp_path: Path, tag: 
         assert_no_process_left(tag, within_s=10.0)
 
 
+def test_up_that_is_ended_in_the_middle_leaves_nothing(tmp_path: Path, tag: str) -> None:
+    environment = tagged_environment(tag)
+    process = start_command("up", "--workers", "1", *TINY, "--run-dir", tmp_path, environment=environment)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "starting 1 workers" in line:
+            break
+    second = run_command("up", "--workers", "1", *TINY, "--run-dir", tmp_path, environment=environment)
+    assert (second.returncode, "another `kvroute up` is starting" in second.stderr) == (2, True), second.stderr
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60.0)
+    assert process.returncode == 130
+    assert_no_process_left(tag, within_s=0.5)
+    assert runfile.read_run(tmp_path) is None
+
+
 def test_version_and_help_answer_without_starting_anything(tag: str) -> None:
     environment = tagged_environment(tag)
     version = run_command("--version", environment=environment)

@@ -149,3 +149,8 @@ def test_long_temporary_folder_is_left_for_a_short_one(monkeypatch: pytest.Monke
     with EmbeddedStore() as store:
         assert ask(store.url, b"PING") == b"+PONG\r\n"
     assert list(deep.iterdir()) == []
+
+
+def test_server_is_found_by_the_environment_that_it_was_given() -> None:
+    with EmbeddedStore(environment={**os.environ, "MARK": "here"}) as store:
+        assert b"MARK=here" in Path(f"/proc/{store.pid}/environ").read_bytes().split(b"\0")
