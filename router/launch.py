@@ -161,7 +161,8 @@ async def _end_actors(run: runfile.Run, say: Say) -> None:
     try:
         cluster.connect_ray(run.ray_address, num_local_cpus=0, environment={})
     except ConfigError as error:
-        say(f"{error}; workers that live there still have to be ended there")
+        # A Ray that is gone has taken its workers along; what runs here is to end all the same.
+        say(f"workers {', '.join(run.workers)} were not told to end: {error}")
         return
     try:
         for worker in run.workers:

@@ -41,10 +41,10 @@ class Run:
     redis_url: str = ""
     """Empty until the store is up."""
     ray_address: str = ""
-    folder: str = ""
-    """Where the workers of this host have sockets and logs; empty where their Ray is somebody else's."""
     workers: tuple[str, ...] = field(default=())
     is_ready: bool = False
+    folder: str = ""
+    """Where the workers of this host have sockets and logs; empty where their Ray is somebody else's."""
 
     @property
     def has_own_ray(self) -> bool:
