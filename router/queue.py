@@ -33,7 +33,7 @@ _REMATCH_AT_ONCE = 8
 _PATIENCE_PREFILLS = 4.0
 """A request that waits for blocks longer than this many mean prefills is not overtaken on its worker any more."""
 _MEAN_WEIGHT = 0.05
-"""Weight of the newest request in running means: about the last twenty count."""
+"""Weight of the newest request in running means: about the last twenty count, and all alike until there are twenty."""
 _NOMINAL_OUTPUT_TOKENS = 64
 
 MatchAll = Callable[[Sequence[BlockKey]], Awaitable[Mapping[WorkerId, Match]]]
@@ -95,6 +95,8 @@ class HoldQueue:
         self._clock = clock
         self._held: dict[_Held, None] = {}
         self._num_taken = 0
+        self._num_sent = 0
+        self._num_finished = 0
         self._mean_full_tokens = 0.0
         self._mean_own_tokens = 0.0
         self._mean_output_tokens = float(_NOMINAL_OUTPUT_TOKENS)
@@ -178,7 +180,9 @@ class HoldQueue:
 
     def note_finished(self, num_output_tokens: int) -> None:
         """Let a finished request's length count in the demand of later ones. Modifies the running mean."""
-        self._mean_output_tokens += _MEAN_WEIGHT * (num_output_tokens - self._mean_output_tokens)
+        self._num_finished += 1
+        weight = max(_MEAN_WEIGHT, 1.0 / self._num_finished)
+        self._mean_output_tokens += weight * (num_output_tokens - self._mean_output_tokens)
 
     async def _run(self) -> None:
         while True:
@@ -341,7 +345,8 @@ class HoldQueue:
         )
 
     def _note_sent(self, full_tokens: int, own_tokens: int) -> None:
-        weight = _MEAN_WEIGHT if self._mean_full_tokens else 1.0
+        self._num_sent += 1
+        weight = max(_MEAN_WEIGHT, 1.0 / self._num_sent)
         self._mean_full_tokens += weight * (full_tokens - self._mean_full_tokens)
         self._mean_own_tokens += weight * (own_tokens - self._mean_own_tokens)
 
