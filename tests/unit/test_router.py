@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import tracemalloc
 from contextlib import aclosing
 
@@ -337,7 +338,7 @@ def test_memory_is_flat_after_any_number_of_requests_in_flight() -> None:
             num_tasks = len(asyncio.all_tasks())
             sizes = []
             start = 0
-            for num_requests in (1, 100, 1000, 1000, 1000):
+            for num_requests in (1, 100, 1000, 1000, 1000, 1000):
                 await burst(router, num_requests, start)
                 start += num_requests
                 await workers.settle()
@@ -349,8 +350,10 @@ def test_memory_is_flat_after_any_number_of_requests_in_flight() -> None:
                 assert len(asyncio.all_tasks()) == num_tasks
                 gc.collect()
                 sizes.append(tracemalloc.get_traced_memory()[0])
-            # The first rounds fill caches of fixed size; between the last two equal ones nothing may grow.
-            assert sizes[-1] - sizes[-2] < 64_000, sizes
+            # Caches of fixed size fill, tables grow in steps, and the process has others in it: one round may end
+            # higher than the last. What a request left behind would show in each of them.
+            growths = [after - before for before, after in itertools.pairwise(sizes[2:])]
+            assert min(growths) < 32_000, sizes
 
     tracemalloc.start()
     try:
