@@ -11,6 +11,7 @@ import logging
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from importlib import metadata
@@ -306,9 +307,8 @@ class VllmEngine:
         assert self._llm is not None
         if self._is_closing or self._death.done():
             return
-        process.join(0.1)  # its pipe closes a moment before its exit code is there
         cause = logged_cause(self._folder) if self._folder is not None else None
-        reason = f"the engine's process ended{_ending(process.exitcode)}" + (f": {cause}" if cause else "")
+        reason = f"the engine's process ended{_ending(_exit_code(process))}" + (f": {cause}" if cause else "")
         logger.error("%s", reason)
         self._death.set_result(reason)
         self._llm.output_processor.propagate_error(EngineDeadError())
@@ -316,6 +316,21 @@ class VllmEngine:
 
     def _reason_of_death(self) -> str | None:
         return self._death.result() if self._death is not None and self._death.done() else None
+
+
+def _exit_code(process: Any) -> int | None:
+    """How a process ended whose pipe has just closed; None if that cannot be told within a tenth of a second.
+
+    vLLM waits for the process in a thread of its own. Of two threads that wait, one finds no child any more, and the
+    code only once the other has written it down.
+    """
+    for _ in range(100):
+        process.join(0.001)
+        if process.exitcode is not None:
+            break
+        time.sleep(0.001)
+    code: int | None = process.exitcode
+    return code
 
 
 def _ending(exit_code: int | None) -> str:
