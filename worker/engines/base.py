@@ -25,6 +25,8 @@ class EngineInfo:
     """Rule in force in the pool, or why the asked one is not."""
     is_cache_aware: bool = True
     """Whether block keys describe the cache of this model. If not, no block is ever told of."""
+    pin_budget_blocks: int = 0
+    """Most blocks that pins may hold together; 0 where the pool cannot keep any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,16 @@ class EngineDelta:
     finish: FinishReason | None = None
     cached_tokens: int | None = None
     """Prompt tokens served from the prefix cache, told with the first delta."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A prefix that the engine's pool keeps under a name."""
+
+    name: str
+    num_blocks: int
+    num_tokens: int
+    """Tokens in those blocks, less than the prompt's by what does not fill a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +123,25 @@ class Engine(Protocol):
         """
         ...
 
+    async def pin(self, name: str, token_ids: list[int], *, salt: str = "", adapter: str = "") -> PinnedPrefix:
+        """Compute a prompt once and keep its full blocks under `name`, in place of what was kept there. Modifies.
+
+        Raises `PinRefused`, with the figures, where the budget does not suffice, the pool cannot keep anything or the
+        prompt fills no block; `ContextTooLong` or `InvalidRequest` for a prompt that cannot be computed; `EngineError`.
+        After a refusal, what was kept under the name is kept still.
+        """
+        ...
+
+    async def unpin(self, name: str) -> None:
+        """Give up a pin; its blocks stay cached until the eviction rule gives them up. Raises `UnknownPin`."""
+        ...
+
+    async def pins(self) -> list[PinnedPrefix]:
+        """What the pool keeps now, oldest first. A full reset of the cache takes the pins along."""
+        ...
+
     async def reset_cache(self) -> None:
-        """Drop every cached block that no live request holds."""
+        """Drop every cached block that no live request or pin holds."""
         ...
 
     async def close(self) -> None:
