@@ -105,7 +105,8 @@ class FreeBlocks(Generic[Key]):
         self._refreshed: set[int] = set()
 
     def __len__(self) -> int:
-        return sum(self.num_free)
+        unhashed, low_priority, private, shared = self._lists
+        return unhashed.size + low_priority.size + private.size + shared.size
 
     def __contains__(self, block: int) -> bool:
         return self._blocks[block].free_list is not None
@@ -113,8 +114,7 @@ class FreeBlocks(Generic[Key]):
     @property
     def num_free(self) -> tuple[int, ...]:
         """Free blocks by class."""
-        unhashed, low_priority, private, shared = self._lists
-        return unhashed.size, low_priority.size, private.size, shared.size
+        return tuple(free_list.size for free_list in self._lists)
 
     @property
     def num_keys(self) -> int:
@@ -143,7 +143,7 @@ class FreeBlocks(Generic[Key]):
         return None if block is None else block.number
 
     def find_all(self, keys: Iterable[Key]) -> list[int]:
-        """The oldest block of each key, up to the first key that none holds. Does not modify."""
+        """The oldest block of each key, up to the first key that no block holds. Does not modify."""
         found: list[int] = []
         for block in map(self._key_to_block.get, keys):
             if block is None:
@@ -155,27 +155,27 @@ class FreeBlocks(Generic[Key]):
         """What the block holds; None if nothing that a request could find. Does not modify."""
         return self._blocks[block].key
 
-    def cache(self, block: int, key: Key, request: str, *, is_low_priority: bool = False) -> None:
-        """The block now holds `key`, computed for `request`. Counts as a use of the key."""
-        new = self._blocks[block]
+    def cache(self, block: int, key: Key, request: str, *, is_low_priority: bool = False) -> bool:
+        """The block now holds `key`, computed for `request`. Counts as a use of the key. Tells whether none held it."""
+        holder = self._blocks[block]
         oldest = self._key_to_block.get(key)
         if oldest is None:
-            self._key_to_block[key] = new
-            new.first_request = request
-            new.block_class = BlockClass.LOW_PRIORITY if is_low_priority else BlockClass.PRIVATE
+            block_class = BlockClass.LOW_PRIORITY if is_low_priority else BlockClass.PRIVATE
             if self._adaptive is not None:
                 self._adaptive.recompute(key, request)
                 self._head_start_allocations = self._adaptive.pool_sizes * self._num_blocks
-        else:
-            self._use(oldest, request)
-            if oldest is not new:
-                if oldest.copies is None:
-                    oldest.copies = {oldest: None}
-                oldest.copies[new] = None
-                new.copies = oldest.copies
-                new.first_request = oldest.first_request
-                new.block_class = oldest.block_class
-        new.key = key
+            self._key_to_block[key] = holder
+            holder.key, holder.first_request, holder.block_class = key, request, block_class
+            return True
+        self._use(oldest, request)
+        if oldest is not holder:
+            if oldest.copies is None:
+                oldest.copies = {oldest: None}
+            oldest.copies[holder] = None
+            holder.copies = oldest.copies
+            holder.key, holder.first_request = oldest.key, oldest.first_request
+            holder.block_class = oldest.block_class
+        return False
 
     def use(self, key: Key, request: str) -> None:
         """A request was served from `key`. Unknown keys are ignored.
@@ -213,9 +213,8 @@ class FreeBlocks(Generic[Key]):
 
     def push(self, blocks: Iterable[int]) -> None:
         """Add blocks that just became free; the first of them goes first. Blocks without a key count as private."""
-        for number in blocks:
-            block = self._blocks[number]
-            self._append(block, block.block_class or BlockClass.PRIVATE)
+        for free_list, freed in zip(self._lists, self._by_class(blocks, BlockClass.PRIVATE), strict=True):
+            free_list.append(freed, self._num_allocations)
 
     def push_unhashed(self, blocks: Iterable[int]) -> None:
         """Add blocks that hold nothing; they go before all others, the first of them first."""
@@ -223,14 +222,10 @@ class FreeBlocks(Generic[Key]):
 
     def release(self, blocks: Iterable[int]) -> None:
         """Add blocks that just became free: those with a key as in `push`, those without as in `push_unhashed`."""
-        all_blocks = self._blocks
-        class_to_blocks: tuple[list[Block[Key]], ...] = tuple([] for _ in BlockClass)
-        for number in blocks:
-            block = all_blocks[number]
-            class_to_blocks[block.block_class].append(block)
-        self._lists[BlockClass.UNHASHED].prepend(class_to_blocks[BlockClass.UNHASHED], self._num_allocations)
-        for block_class in (BlockClass.LOW_PRIORITY, BlockClass.PRIVATE, BlockClass.SHARED):
-            self._lists[block_class].append(class_to_blocks[block_class], self._num_allocations)
+        unhashed, *others = self._by_class(blocks, BlockClass.UNHASHED)
+        self._lists[BlockClass.UNHASHED].prepend(unhashed, self._num_allocations)
+        for free_list, freed in zip(self._lists[1:], others, strict=True):
+            free_list.append(freed, self._num_allocations)
 
     def remove(self, block: int) -> None:
         """Take a certain block out, as when a request is served from it.
@@ -286,7 +281,7 @@ class FreeBlocks(Generic[Key]):
             IndexError: no block is free.
         """
         free_list = self._next_list()
-        block = free_list.first
+        block = free_list.end.next
         free_list.remove(block)
         self._refreshed.discard(block.number)
         self._num_allocations += 1
@@ -338,6 +333,14 @@ class FreeBlocks(Generic[Key]):
         block.key = block.copies = None
         block.block_class = BlockClass.UNHASHED
 
+    def _by_class(self, blocks: Iterable[int], keyless: BlockClass) -> tuple[list[Block[Key]], ...]:
+        all_blocks = self._blocks
+        class_to_blocks: tuple[list[Block[Key]], ...] = ([], [], [], [])
+        for number in blocks:
+            block = all_blocks[number]
+            class_to_blocks[block.block_class or keyless].append(block)
+        return class_to_blocks
+
     def _append(self, block: Block[Key], block_class: BlockClass) -> None:
         self._lists[block_class].append((block,), self._num_allocations)
 
@@ -351,7 +354,7 @@ class FreeBlocks(Generic[Key]):
             if not private.size and not shared.size:
                 raise IndexError("no block is free")
             return private if private.size else shared
-        return private if self._goes_first(private.first, shared.first) else shared
+        return private if self._goes_first(private.end.next, shared.end.next) else shared
 
     def _goes_first(self, private: Block[Key], shared: Block[Key]) -> bool:
         """Whether the private of two heads goes; of equally old ones it does, since it is the later in the prompt."""

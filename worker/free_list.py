@@ -49,7 +49,7 @@ class Block(Generic[Key]):
 class FreeList(Generic[Key]):
     """Free blocks in the order in which they go. Every operation takes constant time for each block.
 
-    A ring: `end` stands behind the last block and before the first one, so that no block has a missing neighbour.
+    A ring: `end` stands behind the last block and before the first one, so that no block misses a neighbour.
     """
 
     __slots__ = ("end", "size")
@@ -63,11 +63,6 @@ class FreeList(Generic[Key]):
         while block is not self.end:
             yield block
             block = block.next
-
-    @property
-    def first(self) -> Block[Key]:
-        """What goes next. There must be one."""
-        return self.end.next
 
     def append(self, blocks: Sequence[Block[Key]], freed_at: int) -> None:
         """Let these go last, the first of them before the others. They must be in no list."""

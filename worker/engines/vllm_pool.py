@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
     get_block_hash,
+    make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
 from vllm.v1.request import Request
@@ -30,33 +31,38 @@ NORMAL_PRIORITY = 0
 
 
 class FreeQueue:
-    """Stands in for vLLM's `FreeKVCacheBlockQueue`: its blocks and methods, our order."""
+    """Stands in for vLLM's `FreeKVCacheBlockQueue`: its blocks and methods, our order.
+
+    `num_free_blocks` always equals what the rule counts. It is a field as in vLLM, which reads it for each token.
+    """
 
     def __init__(self, blocks: list[KVCacheBlock], free: FreeBlocks[BlockHashWithGroupId]) -> None:
         self._blocks = blocks
         self._free = free
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self._free)
+        self.num_free_blocks = len(free)
 
     def popleft(self) -> KVCacheBlock:
-        return self._blocks[self._free.pop()]
+        block = self._blocks[self._free.pop()]
+        self.num_free_blocks -= 1
+        return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         return [self.popleft() for _ in range(n)]
 
     def remove(self, block: KVCacheBlock) -> None:
         self._free.remove(block.block_id)
+        self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        self._free.push([block.block_id])
+        self.append_n([block])
 
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         self._free.push(block.block_id for block in blocks)
+        self.num_free_blocks = len(self._free)
 
     def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         self._free.push_unhashed(block.block_id for block in blocks)
+        self.num_free_blocks = len(self._free)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         return [self._blocks[block] for block in self._free.in_order()]
@@ -122,19 +128,19 @@ class KeyedBlockPool(BlockPool):
         """As vLLM's, and tells the rule. The event names only blocks whose hash was not cached already."""
         if num_cached_blocks >= num_full_blocks:
             return
-        num_known = 0
-        for block_hash in request.block_hashes[num_cached_blocks:num_full_blocks]:
-            if self.get_cached_block(block_hash, [kv_cache_group_id]) is None:
-                break
-            num_known += 1
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )
         new_blocks = blocks[num_cached_blocks:num_full_blocks]
         is_low_priority = request.priority > NORMAL_PRIORITY
-        for block in new_blocks:
+        num_known = 0
+        for number, block in enumerate(new_blocks):
             if block.block_hash is not None:
-                self._free.cache(block.block_id, block.block_hash, request.request_id, is_low_priority=is_low_priority)
+                is_new = self._free.cache(
+                    block.block_id, block.block_hash, request.request_id, is_low_priority=is_low_priority
+                )
+                if not is_new and num_known == number:
+                    num_known += 1
         event = self.kv_event_queue[-1]
         assert isinstance(event, BlockStored)
         if kv_cache_group_id == 0 and len(event.block_hashes) == len(new_blocks) and block_size == self.hash_block_size:
@@ -187,13 +193,8 @@ class KeyedBlockPool(BlockPool):
     def expect(self, request: Request) -> None:
         """A request waits that will use these blocks: spare them. Linear in the cached part of its prompt; modifies."""
         if self._single_group:
-            blocks: list[int] = []
-            for block_hash in request.block_hashes:
-                cached = self.get_cached_block(block_hash, [0])
-                if cached is None:
-                    break
-                blocks.append(cached[0].block_id)
-            self._free.refresh(blocks)
+            hashes = (make_block_hash_with_group_id(block_hash, 0) for block_hash in request.block_hashes)
+            self._free.refresh(self._free.find_all(hashes))
 
     def evict_all_free(self) -> None:
         """Drop what is cached and not in use. Linear; modifies."""
@@ -211,17 +212,21 @@ class KeyedBlockPool(BlockPool):
         }
 
     def _watch_allocations_of(self, manager: KVCacheManager) -> None:
-        """`touch` is not told for whom; the call that leads there is, so remember it for its duration."""
-        allocate_slots = manager.allocate_slots
+        """`touch` is not told for whom; the call that leads there is, so remember it for its duration.
 
-        def allocate_slots_for(request: Request, *args: Any, **kwargs: Any) -> Any:
-            self._served_request = request.request_id
+        That call comes once for each request that finds cached blocks, and not for each token.
+        """
+        coordinator = manager.coordinator
+        allocate = coordinator.allocate_new_computed_blocks
+
+        def allocate_for(request_id: str, *args: Any, **kwargs: Any) -> None:
+            self._served_request = request_id
             try:
-                return allocate_slots(request, *args, **kwargs)
+                allocate(request_id, *args, **kwargs)
             finally:
                 self._served_request = None
 
-        manager.allocate_slots = allocate_slots_for  # type: ignore[method-assign]
+        coordinator.allocate_new_computed_blocks = allocate_for  # type: ignore[method-assign]
 
     def _set_keys(self, blocks: list[KVCacheBlock], parent: KVCacheBlock | None, event: BlockStored) -> None:
         if event.block_size != self._scheme.block_size_tokens:

@@ -16,6 +16,7 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, EventPublisher, KVEventBatch
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -53,7 +54,7 @@ _SURFACE: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (BlockPool, "_emit_block_removed_events", ("block_hashes",)),
     (BlockPool, "_maybe_evict_cached_block", ("block",)),
     (BlockHashToBlockMap, "get_one_block", ("key",)),
-    (KVCacheManager, "allocate_slots", ("request", "num_new_tokens")),
+    (KVCacheCoordinator, "allocate_new_computed_blocks", ("request_id", "new_computed_blocks")),
     (KVCacheManager, "take_events", ()),
     (KVCacheManager, "reset_prefix_cache", ()),
     (EventPublisher, "publish", ("events",)),
