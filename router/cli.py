@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from router.bench import BENCHMARKS
 from shared import __version__
 
 EXIT_OK = 0
@@ -123,6 +124,11 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--lengths", default="512,1024,2048,4096", metavar="N,N", help="Prompt and answer, in tokens.")
     plan.add_argument("--system-prompt", default="1024", metavar="TOKENS", help="Beginning that all prompts share.")
     plan.add_argument("--json", action="store_true", help="Print one JSON line.")
+    bench = _add_command(commands, "bench", "measure one part of kvroute here", (("general", _COMMON_FLAGS),))
+    bench.add_argument(
+        "benchmark", choices=BENCHMARKS, metavar="NAME", help=f"What to measure: {', '.join(BENCHMARKS)}."
+    )
+    bench.add_argument("--json", action="store_true", help="Print one JSON line.")
     return parser
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from router import launch, runfile
 from router import plan as planning
 from router.batch import BatchLimits, BatchReport, OnRow, PreparedBatch, prepare_batch, run_batch
+from router.bench import figures_json, figures_text, run_benchmark
 from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
 from router.status import deployment_state
@@ -173,6 +174,13 @@ async def _plan(call: Invocation) -> int:
     return EXIT_OK
 
 
+async def _bench(call: Invocation) -> int:
+    name = call.own["benchmark"]
+    figures = await run_benchmark(name, call.say)
+    call.show(figures_json(name, figures) if call.own["json"] else figures_text(figures))
+    return EXIT_OK
+
+
 _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "batch": _batch,
     "up": _up,
@@ -180,6 +188,7 @@ _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "status": _status,
     "demo": _demo,
     "plan": _plan,
+    "bench": _bench,
 }
 
 

@@ -27,6 +27,7 @@ MAX_LINES = 420
 
 MAY_ALSO_IMPORT = {
     "router/launch.py": {"worker"},  # the composition root: starts workers
+    "router/bench.py": {"worker"},  # names every benchmark; each lives in the room that it measures
 }
 
 CONFINED = {
@@ -57,6 +58,7 @@ MAY_READ_ENVIRONMENT = (
 )
 
 OWN_ARGUMENTS = {
+    "benchmark",
     "command",
     "config",
     "config_json",
