@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from shared.errors import ConfigError, ContextTooLong, EngineError, InvalidRequest, PinRefused, UnknownPin
 from shared.hashing import block_keys, pack_tokens, root_key
@@ -32,7 +33,7 @@ def engine(vllm_engine: EngineUnderTest) -> EngineUnderTest:
     return vllm_engine
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def pinning(engine: EngineUnderTest) -> AsyncIterator[EngineUnderTest]:
     """An engine whose pool can keep pins and keeps none, before and after."""
     if engine.info is not None and engine.info.pin_budget_blocks == 0:
@@ -267,8 +268,8 @@ async def test_what_cannot_be_pinned_is_refused_and_leaves_the_former_pin(pinnin
     for token_ids, error, message in (
         (prompt(45, BLOCK_SIZE - 1), PinRefused, "pin 'a': 31 tokens do not fill a block of 32"),
         (prompt(45, CONTEXT_TOKENS), ContextTooLong, "1024 tokens leaves no room"),
-        ([5] * BLOCK_SIZE + [1_000_000], InvalidRequest, ""),
-        ([5] * BLOCK_SIZE + [1 << 40], InvalidRequest, ""),
+        ([5] * BLOCK_SIZE + [1_000_000], InvalidRequest, "1000000"),
+        ([5] * BLOCK_SIZE + [1 << 40], InvalidRequest, "pin 'a': "),
     ):
         with pytest.raises(error, match=message):
             await engine.engine.pin("a", token_ids)
@@ -299,16 +300,25 @@ async def test_a_full_reset_takes_pins_along_and_one_that_vllm_refuses_leaves_th
 
 async def test_longest_requests_are_served_beside_a_full_budget_of_pins(pinning: EngineUnderTest):
     engine = pinning
-    half = CONTEXT_TOKENS // 2
-    # Each of the first two will take all that pins leave, so the other is preempted; the third waits.
-    requests = [(prompt(470, half), half), (prompt(471, half), half), (prompt(472, CONTEXT_TOKENS - 1), 1)]
+    # What pins leave holds the first two when they start and not when they end; the third takes all of it.
+    requests = [(prompt(470, 496), 64), (prompt(471, 496), 64), (prompt(472, CONTEXT_TOKENS - 1), 1)]
     alone = [(await engine.ask(token_ids, max_tokens)).token_ids for token_ids, max_tokens in requests]
     for name, num_blocks in (("a", 20), ("b", 12)):
         await engine.engine.pin(name, prompt(480 + num_blocks, num_blocks * BLOCK_SIZE))
     assert (await engine.engine.pool_statistics())["num_pinned"] == BUDGET_BLOCKS
+    loads: list[tuple[int, int]] = []
+
+    async def read(token_ids: list[int], max_tokens: int) -> list[int]:
+        answer: list[int] = []
+        async for delta in engine.engine.generate(engine.request(token_ids, max_tokens)):
+            answer += delta.token_ids
+            loads.append((engine.engine.stats().num_running, engine.engine.stats().num_waiting))
+        return answer
+
     async with asyncio.timeout(120):
-        together = await asyncio.gather(*(engine.ask(token_ids, max_tokens) for token_ids, max_tokens in requests))
-    assert [answer.token_ids for answer in together] == alone
+        together = await asyncio.gather(*(read(*request) for request in requests))
+    assert (1, 2) in loads[loads.index((2, 1)) :], "none was preempted"
+    assert together == alone
     assert [pin.num_blocks for pin in await engine.engine.pins()] == [20, 12]
     assert engine.engine.stats().kv_used_blocks == BUDGET_BLOCKS
 
@@ -410,7 +420,6 @@ async def test_a_budget_for_pins_without_room_for_a_request_is_refused_before_th
 
 
 async def test_a_budget_for_pins_is_checked_against_the_blocks_that_bytes_make(tmp_path: Path):
-    # A block of the tiny model takes 16 KiB in float32, and one is vLLM's placeholder.
     with pytest.raises(ConfigError, match=r"--pin-budget-blocks: 32 of \d+ blocks leave no room for one request"):
         await start_vllm(tmp_path, kv_cache_blocks=None, kv_cache_bytes=1 << 20, pin_budget_blocks=32)
 
