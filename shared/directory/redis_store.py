@@ -51,10 +51,10 @@ class RedisStore:
             raise ConfigError("--redis-url: malformed; expected redis://, rediss:// or unix:// and a server") from None
         self.client = Redis.from_pool(pool)
 
-    def script(self, name: str) -> AsyncScript:
-        """The script `lua/<name>.lua`, which loads itself into a server that does not know it."""
-        text = resources.files("shared.directory").joinpath("lua", f"{name}.lua").read_text()
-        return self.client.register_script(text)
+    def script(self, *names: str) -> AsyncScript:
+        """The files `lua/<name>.lua` end to end as one script, which loads itself into a server that lacks it."""
+        folder = resources.files("shared.directory").joinpath("lua")
+        return self.client.register_script("\n".join(folder.joinpath(f"{name}.lua").read_text() for name in names))
 
     async def connect(self) -> None:
         """Connect and check the server's version, as the first call does otherwise.
