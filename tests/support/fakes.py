@@ -193,10 +193,12 @@ class FakeEngine:
                 f"the budget is {self.info.pin_budget_blocks}, {len(others)} are pinned under other names"
             )
         num_new_tokens = sum(key not in self._resident for key in keys) * self._block_size_tokens
+        await asyncio.sleep(num_new_tokens * self.prefill_s_per_token)
+        if self._death is not None:
+            raise EngineError(self._death)
         self._pins.pop(name, None)
         self._pins[name] = keys
         self._put(list(keys))
-        await asyncio.sleep(num_new_tokens * self.prefill_s_per_token)
         return self._pinned_prefix(name)
 
     async def unpin(self, name: str) -> None:
