@@ -62,20 +62,26 @@ MAY_READ_ENVIRONMENT = (
 )
 
 OWN_ARGUMENTS = {
+    "cache_salt",
     "command",
     "config",
     "config_json",
+    "file",
     "gpu_memory",
     "help",
     "input",
     "json",
     "lengths",
+    "messages",
+    "name",
+    "on_workers",
     "output",
     "output_dir",
     "progress",
     "resume",
     "strict",
     "system_prompt",
+    "ttl_s",
     "version",
     "weights",
 }

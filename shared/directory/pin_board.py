@@ -31,7 +31,8 @@ MAX_REMOVED = 1024
 away ever since and meets a store that has lost its memory meanwhile."""
 FOLLOWED_S = 86_400.0
 """How long a pin and its board outlive the last worker that followed them: a weekend's rest costs a warm-up."""
-_MAX_TEXT = 1024
+_MAX_TEXT_CHARS = 1024
+"""Longest salt, adapter and worker id."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -77,8 +78,8 @@ class PinSpec:
             raise ValueError(f"{num_bytes} bytes are not 1 to {MAX_PIN_TOKENS} tokens")
         if len(self.workers) > MAX_PIN_WORKERS:
             raise ValueError(f"{len(self.workers)} workers; the limit is {MAX_PIN_WORKERS}")
-        if max(map(len, (self.salt, self.adapter, *self.workers))) > _MAX_TEXT:
-            raise ValueError(f"a text of more than {_MAX_TEXT} characters")
+        if max(map(len, (self.salt, self.adapter, *self.workers))) > _MAX_TEXT_CHARS:
+            raise ValueError(f"a text of more than {_MAX_TEXT_CHARS} characters")
 
     @property
     def num_tokens(self) -> int:

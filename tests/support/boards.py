@@ -84,7 +84,14 @@ class Follower:
 
     @classmethod
     def start(
-        cls, board: PinBoard, name: str = "w1", *, life: int = 1, heartbeat_s: float = HEARTBEAT_S, **more: Any
+        cls,
+        board: PinBoard,
+        name: str = "w1",
+        *,
+        life: int = 1,
+        heartbeat_s: float = HEARTBEAT_S,
+        lease_s: float | None = None,
+        **more: Any,
     ) -> Follower:
         """A worker with an engine of 40 blocks, 20 of which may be pinned."""
         pinners: list[Pinner] = []
@@ -102,7 +109,7 @@ class Follower:
                 info,
                 budget_blocks=engine.info.pin_budget_blocks,
                 rng=random.Random(life),
-                lease_s=5 * heartbeat_s,
+                lease_s=5 * heartbeat_s if lease_s is None else lease_s,
                 heartbeat_s=heartbeat_s,
             )
         )

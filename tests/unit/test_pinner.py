@@ -341,6 +341,26 @@ def test_a_pin_that_fails_is_tried_again_each_heartbeat_and_stops_no_other(error
     run_virtual(scenario())
 
 
+def test_what_an_engine_keeps_in_spite_of_a_failure_is_found_and_given_up() -> None:
+    async def scenario() -> None:
+        async with following() as (board, worker):
+            pin = worker.engine.pin
+
+            async def fail_late(name: str, token_ids: list[int], **more: Any) -> Any:
+                await pin(name, token_ids, **more)
+                raise EngineError("its answer is lost")
+
+            worker.engine.pin = fail_late  # type: ignore[method-assign]
+            await board.inner.put(pin_spec(), None)
+            await asyncio.sleep(SOON_S)
+            assert (worker.states, await worker.held()) == ({"system": WARMING}, {"system": 3})
+            await board.inner.remove("system")
+            await asyncio.sleep(SOON_S)
+            assert await worker.held() == {}
+
+    run_virtual(scenario())
+
+
 def test_a_prompt_that_cannot_be_computed_is_refused_for_good() -> None:
     async def scenario() -> None:
         async with following(max_model_len_tokens=256) as (board, worker):
