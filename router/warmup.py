@@ -141,6 +141,9 @@ async def warm_up(
         for worker, report in found.items():
             if report.state is PinState.PINNED:
                 show(f"{worker}: {_pinned_text(report, spec)}")
+        for name in run.workers:
+            if spec.is_for(WorkerId(name)) and name not in found:
+                say(f"{name}: away; it makes the pin when it is back")
         refused = {worker: report for worker, report in found.items() if report.state is PinState.REFUSED}
         if refused:
             await _take_back(directory, board, spec, former, refused, say)

@@ -192,6 +192,13 @@ async def test_what_a_former_life_of_a_worker_has_said_is_void(deployment: Deplo
     assert not await deployment.warm_up(start_timeout_s=0.1)
 
 
+async def test_a_worker_that_is_away_is_told_of_and_not_waited_for(deployment: Deployment) -> None:
+    await deployment.directory.forget(W1, worker_info("w1").instance)
+    assert await deployment.warm_up()
+    assert deployment.shown == ["w0: pinned 3 blocks (192 of 200 tokens)"]
+    assert deployment.said[-1] == "w1: away; it makes the pin when it is back"
+
+
 async def test_a_deployment_without_a_live_worker_is_refused(deployment: Deployment) -> None:
     for worker in (W0, W1):
         await deployment.directory.forget(worker, worker_info(worker).instance)

@@ -7,8 +7,13 @@
 
 if ARGV[1] ~= '' then
   redis.call('SET', BOARD, ARGV[1], 'NX')
+  local kept = {}
   for at = 3, #ARGV do
-    redis.call('ZADD', KEPT, 'XX', integer(now + tonumber(ARGV[2])), ARGV[at])
+    kept[#kept + 1] = integer(now + tonumber(ARGV[2]))
+    kept[#kept + 1] = ARGV[at]
+  end
+  if #kept > 0 then
+    redis.call('ZADD', KEPT, 'XX', unpack(kept))
   end
   extend(tonumber(ARGV[2]))
 end
