@@ -30,6 +30,7 @@ _MODEL_FLAGS = (
     ("max-num-seqs", "N", "Sequences that one worker runs at once."),
     ("kv-cache-blocks", "N", "KV blocks for each worker; default: what fits."),
     ("kv-cache-bytes", "BYTES", "Bytes of KV cache for each worker."),
+    ("pin-budget-blocks", "N", "KV blocks that pins may hold on each worker; default: half, with room for a request."),
     ("gpu-memory-utilization", "SHARE", "Share of a GPU's memory for the engine."),
     ("tensor-parallel-size", "N", "GPUs for each worker."),
     ("gpus-per-worker", "N", "GPUs that Ray sets aside; a fraction lets workers share one."),

@@ -245,6 +245,7 @@ _OF_THE_WORKERS = frozenset(
         "max_num_seqs",
         "kv_cache_blocks",
         "kv_cache_bytes",
+        "pin_budget_blocks",
         "gpu_memory_utilization",
         "tensor_parallel_size",
         "gpus_per_worker",

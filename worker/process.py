@@ -209,6 +209,7 @@ def _make_vllm(settings: Settings, scheme: CacheScheme, folder: Path, on_blocks:
         max_num_seqs=settings.max_num_seqs,
         kv_cache_blocks=settings.kv_cache_blocks,
         kv_cache_bytes=settings.kv_cache_bytes,
+        pin_budget_blocks=settings.pin_budget_blocks,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         tensor_parallel_size=settings.tensor_parallel_size,
         dtype=settings.dtype,

@@ -7,7 +7,7 @@ that is not eviction order, events and keys stays vLLM's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
@@ -24,6 +24,7 @@ from vllm.v1.request import Request
 from shared.types import BlockKey, CacheScheme
 from worker.engines.vllm_keys import chain_keys
 from worker.eviction import FreeBlocks
+from worker.pins import Pin, Pins
 
 NORMAL_PRIORITY = 0
 """A request's priority if nothing is said. Greater numbers run later (vLLM, `SchedulingPolicy`), and count as low."""
@@ -75,7 +76,8 @@ class KeyedBlockPool(BlockPool):
     """A `BlockPool` that evicts by our rule, reports no event twice, and knows our key of each cached block.
 
     Invariants: the set of stored less removed hashes in its events is exactly what it holds; `_keys` has an entry for
-    each cached block that tokens, salt and adapter describe, and for no other.
+    each cached block that tokens, salt and adapter describe, and for no other; a pin holds one reference on each of its
+    blocks, which are those that look-ups of their hashes return.
     """
 
     _free: FreeBlocks[BlockHashWithGroupId]
@@ -83,9 +85,12 @@ class KeyedBlockPool(BlockPool):
     _keys: list[BlockKey | None]
     _served_request: str | None
     _single_group: bool
+    _pins: Pins
 
     @classmethod
-    def adopt(cls, manager: KVCacheManager, rule: str, scheme: CacheScheme) -> KeyedBlockPool:
+    def adopt(
+        cls, manager: KVCacheManager, rule: str, scheme: CacheScheme, *, pin_budget_blocks: int
+    ) -> KeyedBlockPool:
         """Bring the manager's pool, all of whose blocks are free, under our rule.
 
         Raises:
@@ -103,6 +108,7 @@ class KeyedBlockPool(BlockPool):
         pool._keys = [None] * len(pool.blocks)
         pool._served_request = None
         pool._single_group = manager.num_kv_cache_groups == 1
+        pool._pins = Pins(pin_budget_blocks if pool._single_group else 0)
         pool.free_block_queue = FreeQueue(pool.blocks, pool._free)  # type: ignore[assignment]
         pool._watch_allocations_of(manager)
         return pool
@@ -154,7 +160,13 @@ class KeyedBlockPool(BlockPool):
         super().touch(blocks)
 
     def reset_prefix_cache(self) -> bool:
-        """As vLLM's: all or, while a block is in use, nothing."""
+        """As vLLM's: all, pins included, or, while a request holds a block, nothing."""
+        num_held = len(self.blocks) - 1 - len(self._free)  # one is vLLM's placeholder
+        if num_held == self._pins.num_blocks and all(
+            self.blocks[block].ref_cnt == self._pins.num_pins_of(block) for block in self._pins.blocks()
+        ):
+            for pin in self._pins.all():
+                self.unpin(pin.name)
         is_reset: bool = super().reset_prefix_cache()
         if is_reset:
             self._free.clear_keys()
@@ -196,19 +208,77 @@ class KeyedBlockPool(BlockPool):
             self._free.refresh(blocks)
 
     def evict_all_free(self) -> None:
-        """Drop what is cached and not in use. Linear; modifies."""
+        """Drop what is cached and neither in use nor pinned. Linear; modifies."""
         for block_id in self._free.in_order():
             self._maybe_evict_cached_block(self.blocks[block_id])
 
     def statistics(self) -> dict[str, Any]:
-        """Counts of blocks by class, least worth first, and the head start in pool sizes; None if it is infinite."""
+        """Blocks free and evicted by class, least worth first, keys cached, blocks pinned, and the head start.
+
+        That one is in pool sizes; None if it is infinite.
+        """
         head_start = self._free.head_start
         return {
             "num_free": list(self._free.num_free),
             "num_evicted": list(self._free.num_evicted),
             "num_cached": self._free.num_keys,
+            "num_pinned": self._pins.num_blocks,
             "head_start": head_start if math.isfinite(head_start) else None,
         }
+
+    # Pins.
+
+    @property
+    def pin_budget_blocks(self) -> int:
+        """Most blocks that pins may hold together."""
+        return self._pins.budget_blocks
+
+    def check_pin(self, name: str, keys: Collection[BlockKey]) -> None:
+        """Whether the full blocks of a prompt, these keys, could be kept under `name` now. Does not modify.
+
+        Raises:
+            PinRefused: the budget does not suffice.
+        """
+        wanted = set(keys)
+        self._pins.check(name, len(wanted), [block for block in self._pins.blocks() if self._keys[block] in wanted])
+
+    def pin(self, name: str, request: Request) -> int | None:
+        """Keep the full blocks of a request's prompt under `name`, in place of what was kept there; tells how many.
+
+        None, and no change, where one of them is not cached, as after a preemption; while the request holds its blocks,
+        all are.
+
+        Raises:
+            PinRefused: the budget does not suffice. Nothing has changed.
+        """
+        blocks: list[KVCacheBlock] = []
+        for block_hash in request.block_hashes[: request.num_prompt_tokens // self.hash_block_size]:
+            # Not the request's own block where that is a second copy: so all pins of a hash keep the same one.
+            cached = self.get_cached_block(block_hash, [0])
+            if cached is None:
+                return None
+            blocks += cached
+        former = self._pins.put(name, [block.block_id for block in blocks], now_s=0.0, ttl_s=None)
+        super().touch(blocks)  # the request that computed them has been taken for their use already
+        self._release(former)
+        return len(blocks)
+
+    def unpin(self, name: str) -> None:
+        """Give up a pin; what nobody else holds goes back to the rule, last block first. Modifies.
+
+        Raises:
+            UnknownPin: nothing is kept under that name.
+        """
+        self._release(self._pins.remove(name))
+
+    def pins(self) -> list[Pin]:
+        """All pins, oldest first. Does not modify."""
+        return self._pins.all()
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        self.free_blocks([self.blocks[block] for block in blocks][::-1])
+
+    # Keys and classes.
 
     def _watch_allocations_of(self, manager: KVCacheManager) -> None:
         """`touch` is not told for whom; the call that leads there is, so remember it for its duration."""
