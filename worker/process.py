@@ -120,19 +120,7 @@ class Worker:
         self._publisher = self._make_publisher(directory, engine, info)
         self._exit.push_async_callback(self._publisher.stop)
         await self._register(self._publisher)
-        board = await connect_pin_board(options.redis_url, scheme, must_answer=False)
-        self._exit.push_async_callback(board.close)
-        self._pinner = Pinner(
-            board,
-            engine,
-            info,
-            budget_blocks=engine_info.pin_budget_blocks,
-            rng=random.Random(f"{settings.seed}:{info.worker}:pins"),
-            lease_s=settings.lease_s,
-            heartbeat_s=settings.heartbeat_s,
-        )
-        self._exit.push_async_callback(self._pinner.stop)
-        self._pinner.start()
+        await self._follow_pins(engine, engine_info, info)
         return info
 
     async def _register(self, publisher: Publisher) -> None:
@@ -147,6 +135,23 @@ class Worker:
                 if loop.time() >= give_up_at_s:
                     raise
                 await asyncio.sleep(self._options.settings.heartbeat_s)
+
+    async def _follow_pins(self, engine: Engine, engine_info: EngineInfo, info: WorkerInfo) -> None:
+        """Keep what is wanted, from now on. The id is this worker's by now, and reports go by it."""
+        options, settings = self._options, self._options.settings
+        board = await connect_pin_board(options.redis_url, info.scheme, must_answer=False)
+        self._exit.push_async_callback(board.close)
+        self._pinner = Pinner(
+            board,
+            engine,
+            info,
+            budget_blocks=engine_info.pin_budget_blocks,
+            rng=random.Random(f"{settings.seed}:{info.worker}:pins"),
+            lease_s=settings.lease_s,
+            heartbeat_s=settings.heartbeat_s,
+        )
+        self._exit.push_async_callback(self._pinner.stop)
+        self._pinner.start()
 
     def _make_publisher(self, directory: Directory, engine: Engine, info: WorkerInfo) -> Publisher:
         settings = self._options.settings

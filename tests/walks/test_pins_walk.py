@@ -11,9 +11,11 @@ import pytest
 from shared.directory.embedded import EmbeddedStore
 from shared.directory.pin_board import MemoryPinBoard, PinSpec, PinState, Revision
 from shared.errors import EngineError, PinRefused
+from shared.hashing import unpack_tokens
 from shared.types import WorkerId
 from tests.support.boards import FlakyBoard, Follower
-from tests.support.stores import embedded_store, pin_spec, redis_board
+from tests.support.fakes import FakeEngine
+from tests.support.stores import SCHEME, embedded_store, pin_spec, redis_board
 from tests.support.vtime import run_virtual
 
 __all__ = ["embedded_store"]
@@ -180,11 +182,10 @@ class Walk:
 
     async def has_room(self, follower: Follower, spec: PinSpec) -> bool:
         """Whether the engine would take a pin that is reported as refused, asked of a copy of its pins."""
-        copy = Follower.start(self.board, "copy", life=10_000, pin_budget_blocks=BUDGET_BLOCKS)
-        await copy.pinner.stop()
-        copy.engine._pins = dict(follower.engine._pins)
+        copy = FakeEngine(scheme=SCHEME, pin_budget_blocks=BUDGET_BLOCKS)
+        copy._pins = dict(follower.engine._pins)
         try:
-            await copy.engine.pin(spec.name, [*memoryview(spec.token_ids).cast("i")])
+            await copy.pin(spec.name, unpack_tokens(spec.token_ids))
         except PinRefused:
             return False
         return True
