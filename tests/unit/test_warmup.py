@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from router import cli, pins, runfile, warmup
 from router.runfile import Run
@@ -34,6 +35,7 @@ from tests.support.stores import (
     epoch,
     pin_spec,
     redis_bench,
+    redis_board,
     wait_until,
     worker_info,
 )
@@ -411,3 +413,30 @@ def test_a_deployment_that_has_died_is_told(folder: Path, capsys: pytest.Capture
     runfile.write_run(folder, Run("no process has this", "00", {"model": "tiny"}, "redis://nowhere", is_ready=True))
     assert cli.main(["pins", "--run-dir", str(folder)]) == 2
     assert "has died without `kvroute down`" in capsys.readouterr().err
+
+
+def test_commands_show_give_up_and_at_the_end_forget_pins(
+    embedded_store: EmbeddedStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def put_two() -> None:
+        async with redis_board(embedded_store) as bench:
+            await bench.board.put(pin_spec("first"), None)
+            await bench.board.put(pin_spec("second", life=2), None)
+
+    async def stored_keys() -> list[str]:
+        async with Redis.from_url(embedded_store.url) as client:
+            return [raw.decode() async for raw in client.scan_iter()]
+
+    url = embedded_store.url
+    settings = {"model": SCHEME.model, "redis_url": url, "ray_address": "127.0.0.1:1"}
+    runfile.write_run(tmp_path, Run("marker", "00", settings, url, "127.0.0.1:1", ("w7",), is_ready=True))
+    asyncio.run(put_two())
+    assert cli.main(["unpin", "first", "--run-dir", str(tmp_path)]) == 0
+    assert cli.main(["pins", "--json", "--run-dir", str(tmp_path)]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert [(pin["name"], [row["state"] for row in pin["workers"]]) for pin in state["pins"]] == [("second", ["away"])]
+    assert cli.main(["status", "--run-dir", str(tmp_path)]) == 0
+    assert "pinned" in capsys.readouterr().out
+    assert cli.main(["down", "--run-dir", str(tmp_path)]) == 0
+    assert "w7 were not told to end" in capsys.readouterr().err
+    assert asyncio.run(stored_keys()) == []
