@@ -8,7 +8,7 @@ from typing import Any
 
 from router.runfile import Run
 from shared.config import Settings
-from shared.directory import connect_directory, connect_pin_board
+from shared.directory import connect_directory, open_pin_board
 from shared.directory.base import Directory
 from shared.directory.pin_board import PinBoard, PinSpec, PinState, Revision, WantedPin, WorkerPins, check_name
 from shared.errors import ConfigError, DirectoryUnavailable
@@ -24,7 +24,7 @@ async def connected(run: Run, settings: Settings) -> AsyncIterator[tuple[Directo
     async with contextlib.AsyncExitStack() as stack:
         directory = await connect_directory(run.redis_url, scheme)
         stack.push_async_callback(directory.close)
-        board = await connect_pin_board(run.redis_url, scheme)
+        board = open_pin_board(run.redis_url, scheme)
         stack.push_async_callback(board.close)
         yield directory, board
 

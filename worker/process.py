@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.config import Settings
-from shared.directory import connect_directory, connect_pin_board
+from shared.directory import connect_directory, open_pin_board
 from shared.directory.base import Directory
 from shared.errors import WorkerIdTaken
 from shared.hashing import parity_key, tokenizer_fingerprint
@@ -120,7 +120,7 @@ class Worker:
         self._publisher = self._make_publisher(directory, engine, info)
         self._exit.push_async_callback(self._publisher.stop)
         await self._register(self._publisher)
-        await self._follow_pins(engine, engine_info, info)
+        self._follow_pins(engine, engine_info, info)
         return info
 
     async def _register(self, publisher: Publisher) -> None:
@@ -136,10 +136,10 @@ class Worker:
                     raise
                 await asyncio.sleep(self._options.settings.heartbeat_s)
 
-    async def _follow_pins(self, engine: Engine, engine_info: EngineInfo, info: WorkerInfo) -> None:
+    def _follow_pins(self, engine: Engine, engine_info: EngineInfo, info: WorkerInfo) -> None:
         """Keep what is wanted, from now on. The id is this worker's by now, and reports go by it."""
         options, settings = self._options, self._options.settings
-        board = await connect_pin_board(options.redis_url, info.scheme, must_answer=False)
+        board = open_pin_board(options.redis_url, info.scheme)
         self._exit.push_async_callback(board.close)
         self._pinner = Pinner(
             board,

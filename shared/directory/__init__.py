@@ -6,7 +6,6 @@ Chooses implementations by the scheme of a URL.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from shared.directory.base import Directory
@@ -38,16 +37,28 @@ async def connect_directory(
     from shared.directory.redis import RedisDirectory
 
     directory = RedisDirectory(url, scheme, match_deadline_s=match_deadline_s, publish_deadline_s=publish_deadline_s)
-    return await _connected(directory, must_answer=must_answer)
+    try:
+        await directory.connect()
+    except DirectoryUnavailable:
+        if must_answer:
+            await directory.close()
+            raise
+    except BaseException:
+        await directory.close()
+        raise
+    return directory
 
 
-async def connect_pin_board(url: str, scheme: CacheScheme, *, must_answer: bool = True) -> PinBoard:
-    """The pin board at `url`, as `connect_directory` gives the directory."""
+def open_pin_board(url: str, scheme: CacheScheme) -> PinBoard:
+    """The pin board at the URL of a directory that was connected to, and thereby tried. Connects with its first call.
+
+    `memory://` needs a running loop. Raises `ConfigError` for a malformed URL.
+    """
     if _is_memory(url):
         return MemoryPinBoard(asyncio.get_running_loop().time)
     from shared.directory.redis_pin_board import RedisPinBoard
 
-    return await _connected(RedisPinBoard(url, scheme), must_answer=must_answer)
+    return RedisPinBoard(url, scheme)
 
 
 def _is_memory(url: str) -> bool:
@@ -57,25 +68,3 @@ def _is_memory(url: str) -> bool:
         choices = ", ".join(f"{name}://" for name in ("memory", *_REDIS_SCHEMES))
         raise ConfigError(f"--redis-url: unknown scheme {url_scheme!r} (choose from {choices})")
     return url_scheme == "memory"
-
-
-class _Connectable(Protocol):
-    async def connect(self) -> None: ...
-    async def close(self) -> None: ...
-
-
-_Client = TypeVar("_Client", bound=_Connectable)
-
-
-async def _connected(client: _Client, *, must_answer: bool) -> _Client:
-    """The client once it is known to be usable, or to be so when the store comes back."""
-    try:
-        await client.connect()
-    except DirectoryUnavailable:
-        if must_answer:
-            await client.close()
-            raise
-    except BaseException:
-        await client.close()
-        raise
-    return client

@@ -33,7 +33,7 @@ from shared.directory.base import (
     check_scheme,
 )
 from shared.directory.breaker import Breaker
-from shared.directory.redis_store import RedisStore
+from shared.directory.connection import StoreConnection
 from shared.errors import DirectoryUnavailable, ProtocolError
 from shared.hashing import KEY_SIZE_BYTES
 from shared.messages import decode_record, encode_record
@@ -69,9 +69,10 @@ class RedisDirectory:
         self._breaker = Breaker(rest_s)
         self.num_spared = 0
         self.num_malformed = 0
-        self._store = RedisStore(url, longest_call_s=publish_deadline_s)
-        self._client = self._store.client
-        self._script_of = {name: self._store.script(name) for name in _SCRIPTS}
+        self._publish_deadline_s = publish_deadline_s
+        self._connection = StoreConnection(url, longest_deadline_s=publish_deadline_s, scripts=_SCRIPTS)
+        self._client = self._connection.client
+        self._script_of = self._connection.scripts
         self._workers_key = f"kvr:{{{scheme.namespace}}}:workers"
 
     @property
@@ -81,7 +82,7 @@ class RedisDirectory:
 
     @property
     def num_misses(self) -> int:
-        return self._store.num_misses
+        return self._connection.num_misses
 
     @property
     def num_breaker_openings(self) -> int:
@@ -92,7 +93,7 @@ class RedisDirectory:
 
         Raises `ConfigError` if it is too old, `DirectoryUnavailable` if it does not answer.
         """
-        await self._store.connect()
+        await self._connection.connect()
 
     async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
         check_scheme(info, self._scheme)
@@ -106,7 +107,7 @@ class RedisDirectory:
                 await self._announce(info.worker, lease_ms)
             return reply
 
-        return await self._store.call("register", work)
+        return await self._connection.call("register", self._publish_deadline_s, work)
 
     async def heartbeat(self, worker: WorkerId, epoch: Epoch, seq: int, lease_s: float) -> Reply:
         lease_ms = _milliseconds(lease_s)
@@ -118,7 +119,7 @@ class RedisDirectory:
                 await self._announce(worker, lease_ms)
             return reply
 
-        return await self._store.call("heartbeat", work)
+        return await self._connection.call("heartbeat", self._publish_deadline_s, work)
 
     async def apply(self, batch: EventBatch) -> Reply:
         check_batch(batch)
@@ -151,7 +152,7 @@ class RedisDirectory:
             await self._reap([worker])
             return reply
 
-        return await self._store.call("forget", work)
+        return await self._connection.call("forget", self._publish_deadline_s, work)
 
     async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
         candidates = list(workers)
@@ -164,9 +165,7 @@ class RedisDirectory:
             self.num_spared += 1
             raise DirectoryUnavailable("match: the store has not answered lately")
         try:
-            found = await self._store.call(
-                "match", lambda: self._match(chain, candidates), deadline_s=self._match_deadline_s
-            )
+            found = await self._connection.call("match", self._match_deadline_s, lambda: self._match(chain, candidates))
         except DirectoryUnavailable as error:
             breaker.miss(clock(), str(error))
             raise
@@ -177,20 +176,22 @@ class RedisDirectory:
         return found
 
     async def workers(self) -> list[WorkerRecord]:
-        return await self._store.call("workers", self._read_workers)
+        return await self._connection.call("workers", self._publish_deadline_s, self._read_workers)
 
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
         async def work() -> set[BlockKey]:
             members: Any = await self._client.smembers(*self._keys(worker, "blocks"))
             return set(members)
 
-        return await self._store.call("resident", work)
+        return await self._connection.call("resident", self._publish_deadline_s, work)
 
     async def close(self) -> None:
-        await self._store.close()
+        await self._connection.close()
 
     async def _publish(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Reply:
-        return await self._store.call(script, lambda: self._run(script, keys, *arguments))
+        return await self._connection.call(
+            script, self._publish_deadline_s, lambda: self._run(script, keys, *arguments)
+        )
 
     async def _run(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Reply:
         raw = await self._script_of[script](keys=keys, args=arguments)

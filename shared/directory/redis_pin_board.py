@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote
 
+from shared.directory.connection import Argument, Command, StoreConnection, is_malformed
 from shared.directory.pin_board import (
     FOLLOWED_S,
     MAX_PINS,
@@ -33,14 +34,13 @@ from shared.directory.pin_board import (
     check_revision,
     full_board,
 )
-from shared.directory.redis_store import RedisStore
 from shared.errors import ConfigError, DirectoryUnavailable, ProtocolError
 from shared.messages import decode_record, encode_record
 from shared.types import CacheScheme, WorkerId
 
 logger = logging.getLogger(__name__)
 
-_SCRIPTS = ("pins_put", "pins_put_back", "pins_remove", "pins_read")
+_SCRIPTS = ("pins+pins_put", "pins+pins_put_back", "pins+pins_remove", "pins+pins_read")
 _KINDS = ("board", "index", "specs", "kept", "removed")
 _FOLLOWED_MS = round(FOLLOWED_S * 1000)
 
@@ -50,16 +50,11 @@ class RedisPinBoard:
 
     def __init__(self, url: str, scheme: CacheScheme, *, deadline_s: float = 2.0) -> None:
         self._namespace = scheme.namespace
-        self._store = RedisStore(url, longest_call_s=deadline_s)
-        self._client = self._store.client
-        self._script_of = {name: self._store.script("pins", name) for name in _SCRIPTS}
+        self._deadline_s = deadline_s
+        self._connection = StoreConnection(url, longest_deadline_s=deadline_s, scripts=_SCRIPTS)
         self._keys = [f"kvr:{{{self._namespace}}}:pins:{kind}" for kind in _KINDS]
         self._specs_key = self._keys[_KINDS.index("specs")]
         self.num_malformed = 0
-
-    async def connect(self) -> None:
-        """Connect and check the server's version. Raises `ConfigError` or `DirectoryUnavailable`."""
-        await self._store.connect()
 
     async def put(self, spec: PinSpec, ttl_s: float | None, *, replacing: Revision | None = None) -> bool:
         limits = (_FOLLOWED_MS, replacing or "", MAX_PINS, MAX_REMOVED)
@@ -83,11 +78,7 @@ class RedisPinBoard:
         return self._parse_wanted(await self._run("pins_read", fresh, _FOLLOWED_MS, *kept)) or Wanted(fresh, {})
 
     async def spec(self, name: str) -> PinSpec | None:
-        async def work() -> bytes | None:
-            raw: bytes | None = await self._client.hget(self._specs_key, name)  # type: ignore[assignment]
-            return raw
-
-        raw = await self._store.call("pin", work)
+        raw = await self._execute("pin", self._specs_key, "HGET", self._specs_key, name)
         if raw is None:
             return None
         try:
@@ -100,22 +91,23 @@ class RedisPinBoard:
         return spec
 
     async def report(self, worker: WorkerId, pins: WorkerPins, lease_s: float) -> None:
-        lease_ms = max(1, math.ceil(lease_s * 1000))
-        await self._store.call(
-            "report", lambda: self._client.set(self._report_key(worker), encode_record(pins), px=lease_ms)
-        )
+        key, lease_ms = self._report_key(worker), max(1, math.ceil(lease_s * 1000))
+        await self._execute("report", key, "SET", key, encode_record(pins), "PX", lease_ms)
 
     async def reports(self, workers: Iterable[WorkerId]) -> dict[WorkerId, WorkerPins]:
-        asked = list(workers)
+        worker_to_key = {worker: self._report_key(worker) for worker in workers}
+        commands = [Command(key, ("GET", key)) for key in worker_to_key.values()]
 
         async def work() -> list[Any]:
-            async with self._client.pipeline(transaction=False) as pipeline:
-                for worker in asked:
-                    pipeline.get(self._report_key(worker))
-                return await pipeline.execute(raise_on_error=False)
+            answers = await self._connection.pipeline(commands)
+            for answer in answers:
+                if isinstance(answer, Exception) and not is_malformed(answer):
+                    raise answer
+            return answers
 
+        answers = await self._connection.call("reports", self._deadline_s, work)
         found = {}
-        for worker, raw in zip(asked, await self._store.call("reports", work) if asked else [], strict=True):
+        for worker, raw in zip(worker_to_key, answers, strict=True):
             if raw is None:
                 continue
             try:
@@ -127,13 +119,20 @@ class RedisPinBoard:
         return found
 
     async def clear(self) -> None:
-        await self._store.call("clear", lambda: self._client.unlink(*self._keys))
+        await self._execute("clear", self._keys[0], "UNLINK", *self._keys)
 
     async def close(self) -> None:
-        await self._store.close()
+        await self._connection.close()
 
-    async def _run(self, script: str, *arguments: str | bytes | int) -> Any:
-        return await self._store.call(script, lambda: self._script_of[script](keys=self._keys, args=arguments))
+    async def _run(self, script: str, *arguments: Argument) -> Any:
+        return await self._connection.call(
+            script, self._deadline_s, lambda: self._connection.run(f"pins+{script}", self._keys, *arguments)
+        )
+
+    async def _execute(self, operation: str, key: str, *arguments: Argument) -> Any:
+        return await self._connection.call(
+            operation, self._deadline_s, lambda: self._connection.execute(key, *arguments)
+        )
 
     def _parse_wanted(self, reply: Any) -> Wanted | None:
         if not reply:

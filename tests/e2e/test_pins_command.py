@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from router import runfile
-from shared.directory import connect_directory, connect_pin_board
+from shared.directory import connect_directory, open_pin_board
 from shared.directory.pin_board import PinState
 from shared.types import CacheScheme, Instance, WorkerId
 from tests.support.batches import chat_row, read_records, write_rows
@@ -39,7 +39,7 @@ def tag() -> Iterator[str]:
 async def kept(redis_url: str, name: str, *, after: Instance | None) -> tuple[Instance, int]:
     """Wait until another life of `w0` than `after` keeps the pin; that life and its number of blocks."""
     scheme = CacheScheme("tiny", BLOCK_SIZE)
-    directory, board = await connect_directory(redis_url, scheme), await connect_pin_board(redis_url, scheme)
+    directory, board = await connect_directory(redis_url, scheme), open_pin_board(redis_url, scheme)
     try:
         async with asyncio.timeout(RESTART_S):
             while True:

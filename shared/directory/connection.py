@@ -1,20 +1,20 @@
-"""One server that speaks Redis' protocol: a client made from a URL, on which every call has a deadline.
+"""Connections to a Redis-protocol store: scripts by name, and a deadline for every call.
 
-Knows no key and no script's meaning; those are of the directory and of the pin board, which each hold a client.
+Knows nothing of keys and what they mean. Shared by all that is kept in the store.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeVar
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.commands.core import AsyncScript
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from shared.errors import ConfigError, DirectoryUnavailable
 
@@ -22,16 +22,27 @@ _MIN_SERVER_MAJOR = 7  # PEXPIRETIME
 _MAX_CONNECTIONS = 8
 
 Answer = TypeVar("Answer")
+Argument = str | bytes | int
 
 
-class RedisStore:
-    """Connections to one server, made when they are needed. Every call raises `DirectoryUnavailable` past its deadline.
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command, and a key that it names."""
 
-    `num_misses` counts calls without an answer; it only grows.
+    key: str
+    arguments: tuple[Argument, ...]
+
+
+class StoreConnection:
+    """Calls to the store at a URL, each within a deadline.
+
+    `call` bounds the time and turns what goes wrong into `DirectoryUnavailable`; `execute`, `pipeline` and `run` do the
+    work inside of a `call` and raise redis-py's own errors. `num_misses` counts calls without an answer; it only grows.
     """
 
-    def __init__(self, url: str, *, longest_call_s: float) -> None:
-        self._longest_call_s = longest_call_s
+    def __init__(self, url: str, *, longest_deadline_s: float, scripts: Iterable[str] = ()) -> None:
+        """A script's name is that of its file in `lua/`; `a+b` is file `a` and then `b`, as one script."""
+        self._longest_deadline_s = longest_deadline_s
         self._late: set[asyncio.Task[Any]] = set()
         self._is_checked = False
         self.num_misses = 0
@@ -40,38 +51,37 @@ class RedisStore:
             pool = BlockingConnectionPool.from_url(
                 url,
                 max_connections=_MAX_CONNECTIONS,
-                timeout=longest_call_s,
+                timeout=longest_deadline_s,
                 protocol=2,
                 retry=Retry(NoBackoff(), 0),
                 socket_timeout=None,
-                socket_connect_timeout=longest_call_s,
+                socket_connect_timeout=longest_deadline_s,
             )
         except (ValueError, TypeError):
             # The parser's own words may quote parts of a password.
             raise ConfigError("--redis-url: malformed; expected redis://, rediss:// or unix:// and a server") from None
         self.client = Redis.from_pool(pool)
-
-    def script(self, *names: str) -> AsyncScript:
-        """The files `lua/<name>.lua` end to end as one script, which loads itself into a server that lacks it."""
         folder = resources.files("shared.directory").joinpath("lua")
-        return self.client.register_script("\n".join(folder.joinpath(f"{name}.lua").read_text() for name in names))
+        self.scripts = {
+            name: self.client.register_script(
+                "\n".join(folder.joinpath(f"{part}.lua").read_text() for part in name.split("+"))
+            )
+            for name in scripts
+        }
 
     async def connect(self) -> None:
         """Connect and check the server's version, as the first call does otherwise.
 
         Raises `ConfigError` if it is too old, `DirectoryUnavailable` if it does not answer.
         """
-        await self.call("connect", self.client.ping)
+        await self.call("connect", self._longest_deadline_s, self.client.ping)
 
-    async def call(
-        self, operation: str, work: Callable[[], Awaitable[Answer]], *, deadline_s: float | None = None
-    ) -> Answer:
-        """Do `work` within the deadline; without one, within the longest time that any call may take.
+    async def call(self, operation: str, deadline_s: float, work: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Do `work` within the deadline. Raises `DirectoryUnavailable` that names the operation.
 
-        A call that is given up is not cancelled but left to end within that longest time: if it was connecting, the
+        A call that is given up is not cancelled but left to end within the longest deadline: if it was connecting, the
         next call finds the connection made, even where that takes longer than a request may wait.
         """
-        deadline_s = self._longest_call_s if deadline_s is None else deadline_s
         task = asyncio.get_running_loop().create_task(self._bounded(work))
         self._late.add(task)
         task.add_done_callback(self._forget_task)
@@ -89,6 +99,24 @@ class RedisStore:
         except (RedisError, OSError, asyncio.CancelledError) as error:
             raise self._miss(operation, f"{type(error).__name__}: {error}") from error
 
+    async def execute(self, key: str, *arguments: Argument) -> Any:
+        """The answer to one command, as redis-py gives it for the command's name."""
+        (answer,) = await self.pipeline([Command(key, arguments)])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def run(self, script: str, keys: Sequence[str], *arguments: Argument) -> Any:
+        """The answer of a script by its name. All keys lie in one slot."""
+        return await self.scripts[script](keys=keys, args=arguments)
+
+    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
+        """The answers to commands in their order, in one round trip; an error is an answer."""
+        async with self.client.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command.arguments)
+            return await pipeline.execute(raise_on_error=False)
+
     async def close(self) -> None:
         """Give up calls under way and release the connections."""
         for task in self._late:
@@ -98,7 +126,7 @@ class RedisStore:
         await self.client.connection_pool.disconnect()
 
     async def _bounded(self, work: Callable[[], Awaitable[Answer]]) -> Answer:
-        async with asyncio.timeout(self._longest_call_s):
+        async with asyncio.timeout(self._longest_deadline_s):
             if not self._is_checked:
                 await self._check_server()
             return await work()
@@ -119,3 +147,8 @@ class RedisStore:
         if not major.isdecimal() or int(major) < _MIN_SERVER_MAJOR:
             raise ConfigError(f"--redis-url: the server is Redis {version}; Redis 7 or later, or Valkey, is needed")
         self._is_checked = True
+
+
+def is_malformed(answer: Any) -> bool:
+    """Whether a command met a value that is none of ours: that is about its key alone."""
+    return isinstance(answer, ResponseError) and "WRONGTYPE" in str(answer)
