@@ -108,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_command(commands, "down", "end what `up` started", (("general", _COMMON_FLAGS),))
     status = _add_command(commands, "status", "show the workers that `up` started", (("general", _COMMON_FLAGS),))
     status.add_argument("--json", action="store_true", help="Print one JSON line.")
+    _add_pin_commands(commands)
     demo = _add_command(commands, "demo", "run the shipped batch under two policies", (("general", _COMMON_FLAGS),))
     demo.add_argument("--json", action="store_true", help="Print one JSON line.")
     demo.add_argument(
@@ -131,6 +132,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--json", action="store_true", help="Print one JSON line.")
     return parser
+
+
+def _add_pin_commands(commands: Any) -> None:
+    general = (("general", _COMMON_FLAGS),)
+    waiting = (("general", (*(flag for flag in _MODEL_FLAGS if flag[0] == "start-timeout-s"), *_COMMON_FLAGS)),)
+    warmup = _add_command(commands, "warmup", "compute a prompt on running workers and keep its blocks", waiting)
+    warmup.add_argument("name", metavar="NAME", help="Name to keep it under; 1 to 64 of A-Z a-z 0-9 . _ -")
+    warmup.add_argument("--file", type=Path, metavar="PROMPT", help="A plain prompt, as of a completion.")
+    warmup.add_argument("--messages", type=Path, metavar="FILE", help="Messages of a chat, as a JSON array.")
+    warmup.add_argument("--ttl-s", metavar="S", help="How long to keep it; default: until it is unpinned.")
+    warmup.add_argument(
+        "--workers",
+        dest="on_workers",
+        default="all",
+        metavar="all|N",
+        help="How many workers keep it; all: those that come later, too.",
+    )
+    warmup.add_argument("--cache-salt", metavar="SALT", help="Salt of the requests that are to find it.")
+    pins = _add_command(commands, "pins", "show what is kept on running workers", general)
+    pins.add_argument("--json", action="store_true", help="Print one JSON line.")
+    unpin = _add_command(commands, "unpin", "keep a prompt no longer", general)
+    unpin.add_argument("name", metavar="NAME", help="Name that it is kept under.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

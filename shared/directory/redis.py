@@ -1,4 +1,4 @@
-"""The directory in Redis 7+ or Valkey: keys, scripts, deadlines. Holds connections and counters, never entries.
+"""The directory in Redis 7+ or Valkey: keys, scripts, answers. Holds connections and counters, never entries.
 
     kvr:{<ns>:<worker>}:meta     hash    instance, epoch, seq, info, draining, staged (the epoch of
                                          the snapshot in the making)
@@ -17,15 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from importlib import resources
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 
 from shared.directory.base import (
     MAX_KEYS_PER_CALL,
@@ -37,18 +33,15 @@ from shared.directory.base import (
     check_scheme,
 )
 from shared.directory.breaker import Breaker
-from shared.errors import ConfigError, DirectoryUnavailable, ProtocolError
+from shared.directory.connection import StoreConnection
+from shared.errors import DirectoryUnavailable, ProtocolError
 from shared.hashing import KEY_SIZE_BYTES
 from shared.messages import decode_record, encode_record
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
 
-_MIN_SERVER_MAJOR = 7  # PEXPIRETIME
-_MAX_CONNECTIONS = 8
 _SCRIPTS = ("register", "heartbeat", "announce", "apply", "stage", "commit", "set_draining", "forget", "match")
 _RECORD_FIELDS = ("instance", "epoch", "seq", "draining", "info")
 _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
-
-Answer = TypeVar("Answer")
 
 
 class RedisDirectory:
@@ -72,36 +65,24 @@ class RedisDirectory:
     ) -> None:
         self._scheme = scheme
         self._match_deadline_s = match_deadline_s
-        self._publish_deadline_s = publish_deadline_s
         self._max_stream_entries = max_stream_entries
         self._breaker = Breaker(rest_s)
-        self._late: set[asyncio.Task[Any]] = set()
-        self._is_checked = False
-        self.num_misses = 0
         self.num_spared = 0
         self.num_malformed = 0
-        try:
-            # Retries and socket timeouts would wait beyond the deadlines that are kept here.
-            pool = BlockingConnectionPool.from_url(
-                url,
-                max_connections=_MAX_CONNECTIONS,
-                timeout=publish_deadline_s,
-                protocol=2,
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=None,
-                socket_connect_timeout=publish_deadline_s,
-            )
-        except (ValueError, TypeError):
-            # The parser's own words may quote parts of a password.
-            raise ConfigError("--redis-url: malformed; expected redis://, rediss:// or unix:// and a server") from None
-        self._client = Redis.from_pool(pool)
-        self._script_of = {name: self._client.register_script(_read_script(name)) for name in _SCRIPTS}
+        self._publish_deadline_s = publish_deadline_s
+        self._connection = StoreConnection(url, longest_deadline_s=publish_deadline_s, scripts=_SCRIPTS)
+        self._client = self._connection.client
+        self._script_of = self._connection.scripts
         self._workers_key = f"kvr:{{{scheme.namespace}}}:workers"
 
     @property
     def is_resting(self) -> bool:
         """Whether the store missed so often that `match` fails at once; told in the log when it begins and ends."""
         return self._breaker.is_open
+
+    @property
+    def num_misses(self) -> int:
+        return self._connection.num_misses
 
     @property
     def num_breaker_openings(self) -> int:
@@ -112,7 +93,7 @@ class RedisDirectory:
 
         Raises `ConfigError` if it is too old, `DirectoryUnavailable` if it does not answer.
         """
-        await self._call("connect", self._publish_deadline_s, self._client.ping)
+        await self._connection.connect()
 
     async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
         check_scheme(info, self._scheme)
@@ -126,7 +107,7 @@ class RedisDirectory:
                 await self._announce(info.worker, lease_ms)
             return reply
 
-        return await self._call("register", self._publish_deadline_s, work)
+        return await self._connection.call("register", self._publish_deadline_s, work)
 
     async def heartbeat(self, worker: WorkerId, epoch: Epoch, seq: int, lease_s: float) -> Reply:
         lease_ms = _milliseconds(lease_s)
@@ -138,7 +119,7 @@ class RedisDirectory:
                 await self._announce(worker, lease_ms)
             return reply
 
-        return await self._call("heartbeat", self._publish_deadline_s, work)
+        return await self._connection.call("heartbeat", self._publish_deadline_s, work)
 
     async def apply(self, batch: EventBatch) -> Reply:
         check_batch(batch)
@@ -171,7 +152,7 @@ class RedisDirectory:
             await self._reap([worker])
             return reply
 
-        return await self._call("forget", self._publish_deadline_s, work)
+        return await self._connection.call("forget", self._publish_deadline_s, work)
 
     async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
         candidates = list(workers)
@@ -184,7 +165,7 @@ class RedisDirectory:
             self.num_spared += 1
             raise DirectoryUnavailable("match: the store has not answered lately")
         try:
-            found = await self._call("match", self._match_deadline_s, lambda: self._match(chain, candidates))
+            found = await self._connection.call("match", self._match_deadline_s, lambda: self._match(chain, candidates))
         except DirectoryUnavailable as error:
             breaker.miss(clock(), str(error))
             raise
@@ -195,72 +176,22 @@ class RedisDirectory:
         return found
 
     async def workers(self) -> list[WorkerRecord]:
-        return await self._call("workers", self._publish_deadline_s, self._read_workers)
+        return await self._connection.call("workers", self._publish_deadline_s, self._read_workers)
 
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
         async def work() -> set[BlockKey]:
             members: Any = await self._client.smembers(*self._keys(worker, "blocks"))
             return set(members)
 
-        return await self._call("resident", self._publish_deadline_s, work)
+        return await self._connection.call("resident", self._publish_deadline_s, work)
 
     async def close(self) -> None:
-        for task in self._late:
-            task.cancel()
-        await asyncio.gather(*self._late, return_exceptions=True)
-        await self._client.aclose()
-        await self._client.connection_pool.disconnect()
-
-    # The way of a call.
-
-    async def _call(self, operation: str, deadline_s: float, work: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Do `work` within the deadline.
-
-        A call that is given up is not cancelled but left to end within the publishers' deadline: if it was connecting,
-        the next call finds the connection made, even where that takes longer than a request may wait.
-        """
-        task = asyncio.get_running_loop().create_task(self._bounded(work))
-        self._late.add(task)
-        task.add_done_callback(self._forget_task)
-        try:
-            await asyncio.wait({task}, timeout=deadline_s)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        try:
-            if not task.done():
-                raise TimeoutError
-            return task.result()
-        except TimeoutError:
-            raise self._miss(operation, f"no answer within {deadline_s:g} s") from None
-        except (RedisError, OSError, asyncio.CancelledError) as error:
-            raise self._miss(operation, f"{type(error).__name__}: {error}") from error
-
-    async def _bounded(self, work: Callable[[], Awaitable[Answer]]) -> Answer:
-        async with asyncio.timeout(self._publish_deadline_s):
-            if not self._is_checked:
-                await self._check_server()
-            return await work()
-
-    def _forget_task(self, task: asyncio.Task[Any]) -> None:
-        self._late.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks the error of a call that was given up as seen
-
-    def _miss(self, operation: str, reason: str) -> DirectoryUnavailable:
-        self.num_misses += 1
-        return DirectoryUnavailable(f"{operation}: {reason}")
-
-    async def _check_server(self) -> None:
-        server = await self._client.info("server")
-        version = str(server.get("redis_version", "unknown"))  # Valkey tells the Redis version that it is compatible to
-        major = version.partition(".")[0]
-        if not major.isdecimal() or int(major) < _MIN_SERVER_MAJOR:
-            raise ConfigError(f"--redis-url: the server is Redis {version}; Redis 7 or later, or Valkey, is needed")
-        self._is_checked = True
+        await self._connection.close()
 
     async def _publish(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Reply:
-        return await self._call(script, self._publish_deadline_s, lambda: self._run(script, keys, *arguments))
+        return await self._connection.call(
+            script, self._publish_deadline_s, lambda: self._run(script, keys, *arguments)
+        )
 
     async def _run(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Reply:
         raw = await self._script_of[script](keys=keys, args=arguments)
@@ -371,10 +302,6 @@ class RedisDirectory:
         # The id is quoted: a brace in it would end the hash tag early, a colon make two ids look like one.
         tag = f"{self._scheme.namespace}:{quote(worker, safe='')}"
         return [f"kvr:{{{tag}}}:{kind}" for kind in kinds]
-
-
-def _read_script(name: str) -> str:
-    return resources.files("shared.directory").joinpath("lua", f"{name}.lua").read_text()
 
 
 def _milliseconds(duration_s: float) -> int:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -13,8 +14,11 @@ from redis.asyncio import Redis
 from shared.directory.base import Directory, Reply
 from shared.directory.embedded import EmbeddedStore, find_server
 from shared.directory.memory import MemoryDirectory
+from shared.directory.pin_board import FOLLOWED_S, MemoryPinBoard, PinBoard, PinSpec, Revision
 from shared.directory.redis import RedisDirectory
+from shared.directory.redis_pin_board import RedisPinBoard
 from shared.errors import ConfigError
+from shared.hashing import pack_tokens
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Holder, Instance, WorkerId, WorkerInfo
 
 SCHEME = CacheScheme("org/model", 64)
@@ -139,3 +143,60 @@ def embedded_store() -> Iterator[EmbeddedStore]:
         pytest.skip(str(error))
     with EmbeddedStore() as store:
         yield store
+
+
+@dataclass
+class BoardBench:
+    """One pin board, and the few things about its store that the protocol does not tell."""
+
+    board: PinBoard
+    clock: Clock | None
+    client: Redis | None
+
+    async def abandon(self, name: str) -> None:
+        """Let the time run out for which a pin outlives its workers."""
+        if self.clock is not None:
+            self.clock.now_s += FOLLOWED_S
+        if self.client is not None:
+            assert await self.client.zadd(f"kvr:{{{SCHEME.namespace}}}:pins:kept", {name: 1}, xx=True, ch=True) == 1
+
+    async def let_pass(self, duration_s: float) -> None:
+        """Let the store's time pass."""
+        if self.clock is not None:
+            self.clock.now_s += duration_s
+        else:
+            await asyncio.sleep(duration_s)
+
+    async def lose_everything(self) -> None:
+        """Let the store come back empty."""
+        if self.client is not None:
+            await self.client.flushall()
+        else:
+            assert isinstance(self.board, MemoryPinBoard)
+            await self.board.clear()
+            self.board._reports.clear()
+
+
+@asynccontextmanager
+async def memory_board() -> AsyncIterator[BoardBench]:
+    clock = Clock()
+    yield BoardBench(MemoryPinBoard(clock), clock, None)
+
+
+@asynccontextmanager
+async def redis_board(store: EmbeddedStore) -> AsyncIterator[BoardBench]:
+    """A board on the server, which is emptied first."""
+    client = Redis.from_url(store.url)
+    await client.flushall()
+    board = RedisPinBoard(store.url, SCHEME, deadline_s=PATIENT_S)
+    try:
+        yield BoardBench(board, None, client)
+    finally:
+        await client.aclose()
+        await board.close()
+
+
+def pin_spec(name: str = "system", *, life: int = 1, num_tokens: int = 200, **more: Any) -> PinSpec:
+    """A wanted pin; `life` tells its revisions apart, and the prompt follows from the name."""
+    token_ids = [ord(name[index % len(name)]) for index in range(num_tokens)]
+    return PinSpec(name, pack_tokens(token_ids), Revision(f"{life:032x}"), **more)
