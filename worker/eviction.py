@@ -7,7 +7,7 @@ pool's size younger than it is:
 
     lru            head start 0: plain age decides
     shared_first   head start infinite: a shared block goes only when no private one is left
-    adaptive       head start between 0 and 8, moved by what turns out to have been a mistake
+    adaptive       head start between 0 and 16, moved by what turns out to have been a mistake
 
 Age counts allocations of the pool, not seconds, so that the rule does not depend on how fast the engine is.
 """
@@ -26,7 +26,11 @@ Key = TypeVar("Key", bound=Hashable)
 ADAPTIVE = "adaptive"
 HEAD_STARTS = MappingProxyType({"lru": 0.0, "shared_first": math.inf, ADAPTIVE: 1.0})
 """Rule name to head start, in pool sizes; that of `adaptive` is where it begins."""
-MAX_HEAD_START = 8.0
+MAX_HEAD_START = 16.0
+"""Keeps nine in ten returns of a prompt that comes back at random, every seven turnovers of the pool on average."""
+STEP_POOL_SIZES = 4.0
+"""How far a pool's worth of ghost hits moves the head start: a fourth of its range, where ARC's moves through all of it.
+Faster is restless, which costs chats; slower loses more of what returns rarely before it is learnt."""
 
 
 class BlockClass(IntEnum):
@@ -58,7 +62,9 @@ class AdaptiveHeadStart(Generic[Key]):
 
     A miss on a key that went while shared says that shared blocks go too soon and raises the head start; one on a key
     that went while private lowers it. The rarer kind of the two remembered moves it further. Each list of such ghosts
-    holds half a pool. Every operation takes constant time.
+    holds half a pool. And as there, a ghost says more than how to move: its key comes back as one that several
+    requests have used, or a prompt that returns too rarely would be forgotten as often as it goes and never seen to be
+    shared. Every operation takes constant time.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -81,24 +87,26 @@ class AdaptiveHeadStart(Generic[Key]):
         if len(ghosts) > self._num_blocks // 2:
             ghosts.popitem(last=False)
 
-    def recompute(self, key: Key, request: str) -> None:
-        """A key that was not cached has been computed for `request`. Its ghost, if there is one, is deleted.
+    def recompute(self, key: Key, request: str) -> bool:
+        """A key that was not cached has been computed for `request`. Tells whether two requests are known to use it.
 
-        A ghost moves the head start once, and never for the request that had filled the key itself: one that comes
-        back after a preemption says nothing about what other requests will ask for.
+        Its ghost, if there is one, is deleted. A ghost moves the head start once, and never for the request that had
+        filled the key itself: one that comes back after a preemption says nothing about what other requests will ask
+        for.
         """
         was_shared = key in self._shared
         first_request = (self._shared if was_shared else self._private).pop(key, None)
         if first_request is None or first_request == request:
-            return
+            return was_shared
         self.num_ghost_hits[was_shared] += 1
         # The ghost that was hit counts still, so neither divisor is zero.
         num_same, num_other = len(self._private) + (not was_shared), len(self._shared) + was_shared
         if was_shared:
             num_same, num_other = num_other, num_same
-        step = max(1.0, num_other / num_same) / self._num_blocks
+        step = max(1.0, num_other / num_same) * STEP_POOL_SIZES / self._num_blocks
         moved = self.pool_sizes + step if was_shared else self.pool_sizes - step
         self.pool_sizes = min(MAX_HEAD_START, max(0.0, moved))
+        return True
 
     def forget_ghosts(self) -> None:
         """Keys of before mean nothing any more. What has been learnt stays."""
@@ -172,15 +180,23 @@ class FreeBlocks(Generic[Key]):
         record = self._record_of[block]
         return None if record is None else record.key
 
-    def cache(self, block: int, key: Key, request: str, *, is_low_priority: bool = False) -> None:
-        """The block now holds `key`, computed for `request`. Counts as a use of the key."""
+    def cache(
+        self, block: int, key: Key, request: str, *, parent: int | None = None, is_low_priority: bool = False
+    ) -> None:
+        """The block now holds `key`, computed for `request`. Counts as a use of the key.
+
+        `parent` holds the key before it in the prompt; None for a first one. A key that comes back is shared at once
+        if `adaptive` remembers another request, but never before its parent.
+        """
         record = self._key_to_record.get(key)
         if record is None:
             block_class = BlockClass.LOW_PRIORITY if is_low_priority else BlockClass.PRIVATE
-            record = self._key_to_record[key] = _KeyRecord(key, request, block_class)
             if self._adaptive is not None:
-                self._adaptive.recompute(key, request)
+                is_known = self._adaptive.recompute(key, request)
                 self._head_start_allocations = self._adaptive.pool_sizes * self._num_blocks
+                if is_known and (parent is None or self.class_of(parent) is BlockClass.SHARED):
+                    block_class = BlockClass.SHARED
+            record = self._key_to_record[key] = _KeyRecord(key, request, block_class)
         else:
             self._use(record, request)
         record.blocks[block] = None
