@@ -29,7 +29,7 @@ HEAD_STARTS = MappingProxyType({"lru": 0.0, "shared_first": math.inf, ADAPTIVE: 
 MAX_HEAD_START = 16.0
 """Keeps nine in ten returns of a prompt that comes back at random, every seven turnovers of the pool on average."""
 STEP_POOL_SIZES = 4.0
-"""How far a pool's worth of ghost hits moves the head start: a fourth of its range, where ARC's moves through all of it.
+"""How far a pool's worth of ghost hits moves the head start: a fourth of its range, where ARC's moves through all.
 Faster is restless, which costs chats; slower loses more of what returns rarely before it is learnt."""
 
 

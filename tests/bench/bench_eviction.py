@@ -1,10 +1,10 @@
 """Compares the eviction rules on simulated pools: `python -m tests.bench.bench_eviction [--trace FILE] [--json]`.
 
 Prompts are served one after another, so the figures are simulated hit ratios of blocks, not times, and the same
-everywhere. Floods are counted over their second half, the rest after one turnover of the pool. Each figure is that of all
-seeds together; `worst` is the least share, over the seeds, that `adaptive` gets of the hits of the better of the two
-other rules for that workload: `shared_first` in a flood, `lru` elsewhere. A trace is one in Mooncake's format, with
-blocks as its lines have them.
+everywhere. Floods are counted over their second half, the rest after one turnover of the pool. Each figure is that of
+all seeds together; `worst` is the least share, over the seeds, that `adaptive` gets of the hits of the rule that suits
+the workload: `shared_first` in a flood, `lru` elsewhere. A trace is one in Mooncake's format, with blocks as its lines
+have them.
 """
 
 from __future__ import annotations
