@@ -7,7 +7,7 @@ pool's size younger than it is:
 
     lru            head start 0: plain age decides
     shared_first   head start infinite: a shared block goes only when no private one is left
-    adaptive       head start between 0 and 8, moved by what turns out to have been a mistake
+    adaptive       head start between 0 and 16, moved by what turns out to have been a mistake
 
 Age counts allocations of the pool, not seconds, so that the rule does not depend on how fast the engine is.
 """
@@ -25,7 +25,11 @@ from worker.free_list import Block, BlockClass, FreeList, Key
 ADAPTIVE = "adaptive"
 HEAD_STARTS = MappingProxyType({"lru": 0.0, "shared_first": math.inf, ADAPTIVE: 1.0})
 """Rule name to head start, in pool sizes; that of `adaptive` is where it begins."""
-MAX_HEAD_START = 8.0
+MAX_HEAD_START = 16.0
+"""Keeps nine in ten returns of a prompt that comes back at random, every seven turnovers of the pool on average."""
+STEP_POOL_SIZES = 4.0
+"""How far a pool's worth of ghost hits moves the head start: a fourth of its range, where ARC's moves through all.
+Faster is restless, which costs chats; slower loses more of what returns rarely before it is learnt."""
 
 
 class AdaptiveHeadStart(Generic[Key]):
@@ -33,7 +37,9 @@ class AdaptiveHeadStart(Generic[Key]):
 
     A miss on a key that went while shared says that shared blocks go too soon and raises the head start; one on a key
     that went while private lowers it. The rarer kind of the two remembered moves it further. Each list of such ghosts
-    holds half a pool. Every operation takes constant time.
+    holds half a pool. And as there, a ghost says more than how to move: its key comes back as one that several
+    requests have used, or a prompt that returns too rarely would be forgotten as often as it goes and never seen to be
+    shared. Every operation takes constant time.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -56,24 +62,26 @@ class AdaptiveHeadStart(Generic[Key]):
         if len(ghosts) > self._num_blocks // 2:
             ghosts.popitem(last=False)
 
-    def recompute(self, key: Key, request: str) -> None:
-        """A key that was not cached has been computed for `request`. Its ghost, if there is one, is deleted.
+    def recompute(self, key: Key, request: str) -> bool:
+        """A key that was not cached has been computed for `request`. Tells whether two requests are known to use it.
 
-        A ghost moves the head start once, and never for the request that had filled the key itself: one that comes
-        back after a preemption says nothing about what other requests will ask for.
+        Its ghost, if there is one, is deleted. A ghost moves the head start once, and never for the request that had
+        filled the key itself: one that comes back after a preemption says nothing about what other requests will ask
+        for.
         """
         was_shared = key in self._shared
         first_request = (self._shared if was_shared else self._private).pop(key, None)
         if first_request is None or first_request == request:
-            return
+            return was_shared
         self.num_ghost_hits[was_shared] += 1
         # The ghost that was hit counts still, so neither divisor is zero.
         num_same, num_other = len(self._private) + (not was_shared), len(self._shared) + was_shared
         if was_shared:
             num_same, num_other = num_other, num_same
-        step = max(1.0, num_other / num_same) / self._num_blocks
+        step = max(1.0, num_other / num_same) * STEP_POOL_SIZES / self._num_blocks
         moved = self.pool_sizes + step if was_shared else self.pool_sizes - step
         self.pool_sizes = min(MAX_HEAD_START, max(0.0, moved))
+        return True
 
     def forget_ghosts(self) -> None:
         """Keys of before mean nothing any more. What has been learnt stays."""
@@ -155,17 +163,19 @@ class FreeBlocks(Generic[Key]):
         """What the block holds; None if nothing that a request could find. Does not modify."""
         return self._blocks[block].key
 
-    def cache(self, block: int, key: Key, request: str, *, is_low_priority: bool = False) -> bool:
-        """The block now holds `key`, computed for `request`. Counts as a use of the key. Tells whether none held it."""
+    def cache(
+        self, block: int, key: Key, request: str, *, parent: int | None = None, is_low_priority: bool = False
+    ) -> bool:
+        """The block now holds `key`, computed for `request`. Counts as a use of the key. Tells whether none held it.
+
+        `parent` holds the key before it in the prompt; None for a first one.
+        """
         holder = self._blocks[block]
         oldest = self._key_to_block.get(key)
         if oldest is None:
-            block_class = BlockClass.LOW_PRIORITY if is_low_priority else BlockClass.PRIVATE
-            if self._adaptive is not None:
-                self._adaptive.recompute(key, request)
-                self._head_start_allocations = self._adaptive.pool_sizes * self._num_blocks
+            holder.block_class = self._class_of_new(key, request, parent, is_low_priority=is_low_priority)
             self._key_to_block[key] = holder
-            holder.key, holder.first_request, holder.block_class = key, request, block_class
+            holder.key, holder.first_request = key, request
             return True
         self._use(oldest, request)
         if oldest is not holder:
@@ -307,6 +317,20 @@ class FreeBlocks(Generic[Key]):
                 order.append(shared[j])
                 j += 1
         return [block.number for block in order]
+
+    def _class_of_new(self, key: Key, request: str, parent: int | None, *, is_low_priority: bool) -> BlockClass:
+        """What a key is worth that was not cached, so that it never goes after what stands behind it in the prompt.
+
+        It is shared at once if `adaptive` remembers another request, and what stands before it is. What stands behind
+        blocks of low priority goes with them, also if the request has come back with another priority.
+        """
+        before = BlockClass.SHARED if parent is None else self._blocks[parent].block_class
+        if self._adaptive is not None:
+            is_shared = self._adaptive.recompute(key, request)
+            self._head_start_allocations = self._adaptive.pool_sizes * self._num_blocks
+            if is_shared and before is BlockClass.SHARED:
+                return BlockClass.SHARED
+        return BlockClass.LOW_PRIORITY if is_low_priority or before is BlockClass.LOW_PRIORITY else BlockClass.PRIVATE
 
     def _use(self, block: Block[Key], request: str) -> None:
         if block.block_class is not BlockClass.SHARED and block.first_request != request:

@@ -371,6 +371,17 @@ def test_pins_that_keep_nothing_and_unknown_names_are_refused():
         pool.unpin("p")
 
 
+def test_a_prefix_that_several_requests_have_used_is_shared_at_once_when_it_comes_back():
+    pool = make_pool(4, "adaptive")
+    for request in ("r1", "r2"):
+        run(pool, request, text(1, 2, tail=1))
+    for number in range(4):
+        run(pool, f"one-off {number}", text(*range(10 + 4 * number, 14 + 4 * number)))
+    assert run(pool, "r3", text(1, 2, 3, tail=1)) == 0
+    assert pool.statistics().num_free == (1, 0, 1, 2)
+    pool.check()
+
+
 def test_reset_gives_up_pins_and_is_refused_while_a_sequence_lives():
     pool = make_pool(8, "adaptive", max_sequence_tokens=4 * BLOCK_SIZE)
     sequence = start(pool, "r1", text(1, 2))

@@ -231,7 +231,7 @@ def test_blocks_of_a_request_that_runs_later_go_first():
     assert set(pool.stored.values()) == set(our_keys(urgent) + our_keys(list(range(200, 208))))
 
 
-def test_a_shared_prefix_that_is_missed_raises_the_head_start_and_is_counted_once():
+def test_a_shared_prefix_that_is_missed_raises_the_head_start_is_counted_once_and_comes_back_as_shared():
     pool = make_pool(1 + 4, "adaptive")
     prefix = list(range(8))
     for name in ("a", "b"):
@@ -248,6 +248,8 @@ def test_a_shared_prefix_that_is_missed_raises_the_head_start_and_is_counted_onc
     pool.start(request)
     assert (free.adaptive.num_ghost_hits, free.adaptive.num_ghosts[1]) == ([0, 2], 0)
     assert free.head_start > 1
+    pool.end("c")
+    assert free.num_free[BlockClass.SHARED] == 2
 
 
 def test_a_preempted_request_that_lost_its_blocks_moves_nothing():

@@ -139,14 +139,20 @@ class KeyedBlockPool(BlockPool):
         )
         new_blocks = blocks[num_cached_blocks:num_full_blocks]
         is_low_priority = request.priority > NORMAL_PRIORITY
+        parent = blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None
         num_known = 0
         for number, block in enumerate(new_blocks):
             if block.block_hash is not None:
                 is_new = self._free.cache(
-                    block.block_id, block.block_hash, request.request_id, is_low_priority=is_low_priority
+                    block.block_id,
+                    block.block_hash,
+                    request.request_id,
+                    parent=parent,
+                    is_low_priority=is_low_priority,
                 )
                 if not is_new and num_known == number:
                     num_known += 1
+            parent = block.block_id
         event = self.kv_event_queue[-1]
         assert isinstance(event, BlockStored)
         if kv_cache_group_id == 0 and len(event.block_hashes) == len(new_blocks) and block_size == self.hash_block_size:
