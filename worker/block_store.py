@@ -100,12 +100,12 @@ class BlockStore:
         parent: BlockKey,
         request: str,
         *,
-        is_first: bool = False,
+        before: int | None = None,
         is_low_priority: bool = False,
     ) -> bool:
         """Let a full block be found by its key. False, and no change, where the key stands for another text.
 
-        `parent` is the key of the block before it, or the root of a first one.
+        `parent` is the key of the block `before` it, or the root where there is none.
         """
         if self.free.key_of(block) is not None:
             return True
@@ -113,8 +113,8 @@ class BlockStore:
         if other is not None and not self._is_same_text(other, self.tokens[block], parent):
             return False
         self._parents[block] = parent
-        self._is_first[block] = is_first
-        self.free.cache(block, key, request, is_low_priority=is_low_priority)
+        self._is_first[block] = before is None
+        self.free.cache(block, key, request, parent=before, is_low_priority=is_low_priority)
         return True
 
     def _is_same_text(self, block: int, tokens: bytes, parent: BlockKey) -> bool:

@@ -172,11 +172,18 @@ class FreeBlocks(Generic[Key]):
         record = self._record_of[block]
         return None if record is None else record.key
 
-    def cache(self, block: int, key: Key, request: str, *, is_low_priority: bool = False) -> None:
-        """The block now holds `key`, computed for `request`. Counts as a use of the key."""
+    def cache(
+        self, block: int, key: Key, request: str, *, parent: int | None = None, is_low_priority: bool = False
+    ) -> None:
+        """The block now holds `key`, computed for `request`. Counts as a use of the key.
+
+        `parent` holds the key before it in the prompt; None for a first one. What stands behind blocks of low priority
+        goes with them, also if the request has come back with another priority: never a parent before its child.
+        """
         record = self._key_to_record.get(key)
         if record is None:
-            block_class = BlockClass.LOW_PRIORITY if is_low_priority else BlockClass.PRIVATE
+            is_behind_low = parent is not None and self.class_of(parent) is BlockClass.LOW_PRIORITY
+            block_class = BlockClass.LOW_PRIORITY if is_low_priority or is_behind_low else BlockClass.PRIVATE
             record = self._key_to_record[key] = _KeyRecord(key, request, block_class)
             if self._adaptive is not None:
                 self._adaptive.recompute(key, request)

@@ -179,6 +179,16 @@ def test_low_priority_blocks_go_before_older_ones():
     assert [pool.num_cached_tokens(text(n, tail=1), ROOT) for n in (1, 2, 4)] == [BLOCK_SIZE, 0, BLOCK_SIZE]
 
 
+def test_what_stands_behind_blocks_of_low_priority_goes_with_them_whatever_its_request_wants_later():
+    pool = make_pool(4)
+    run(pool, "r1", text(1, tail=1), is_low_priority=True)
+    run(pool, "r1", text(1, 2, tail=1))  # the same request has come back with another priority
+    run(pool, "r2", text(8, tail=1))
+    run(pool, "r3", text(9, tail=1))
+    pool.check()
+    assert [pool.num_cached_tokens(text(*starts, tail=1), ROOT) for starts in ((1, 2), (8,), (9,))] == [16, 16, 16]
+
+
 def test_shared_blocks_outlive_private_ones():
     pool = make_pool(6, "shared_first")
     for request in ("r1", "r2"):

@@ -132,9 +132,17 @@ class KeyedBlockPool(BlockPool):
         )
         new_blocks = blocks[num_cached_blocks:num_full_blocks]
         is_low_priority = request.priority > NORMAL_PRIORITY
+        parent = blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None
         for block in new_blocks:
             if block.block_hash is not None:
-                self._free.cache(block.block_id, block.block_hash, request.request_id, is_low_priority=is_low_priority)
+                self._free.cache(
+                    block.block_id,
+                    block.block_hash,
+                    request.request_id,
+                    parent=parent,
+                    is_low_priority=is_low_priority,
+                )
+            parent = block.block_id
         event = self.kv_event_queue[-1]
         assert isinstance(event, BlockStored)
         if kv_cache_group_id == 0 and len(event.block_hashes) == len(new_blocks) and block_size == self.hash_block_size:
