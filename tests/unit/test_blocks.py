@@ -244,6 +244,21 @@ def test_a_class_change_while_a_request_is_queued_moves_its_free_blocks():
     assert run(pool, "queued", text(1, 2, tail=1)) == 2 * BLOCK_SIZE
 
 
+def test_a_shared_prefix_that_is_missed_after_it_went_moves_the_rule_once():
+    pool = make_pool(4, "adaptive")
+    for request in ("r1", "r2"):
+        run(pool, request, text(1, tail=1))
+    for number in range(2, 5):
+        run(pool, f"one-off {number}", text(number, number + 10, number + 20, tail=1))
+    adaptive = pool._store.free.adaptive
+    assert adaptive is not None
+    assert (adaptive.num_ghosts[1], adaptive.num_ghost_hits) == (1, [0, 0])
+    run(pool, "r3", text(1, tail=1))
+    run(pool, "r4", text(1, tail=1))
+    assert (adaptive.num_ghosts[1], adaptive.num_ghost_hits) == (0, [0, 1])
+    assert adaptive.pool_sizes > 1
+
+
 def test_a_planted_collision_never_shares_and_nothing_behind_it_does():
     pool = make_pool(12)
     run(pool, "r1", text(1, 2, 3))

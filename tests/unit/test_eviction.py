@@ -279,6 +279,19 @@ def test_queued_requests_are_favoured_for_half_the_pool_until_their_blocks_are_u
     assert drain(free) == [4, 5, 0, 3, 2]
 
 
+def test_a_favoured_block_that_goes_makes_room_for_another():
+    free = full_pool("lru", 2)
+    free.cache(0, "a", "r1")
+    free.push([0])
+    free.refresh([0])
+    assert free.pop() == 0
+    free.cache(0, "b", "r2")
+    free.cache(1, "c", "r2")
+    free.push([1, 0])
+    free.refresh([1])
+    assert drain(free) == [0, 1]
+
+
 def test_a_class_change_while_a_request_is_queued_moves_the_blocks_once_more():
     free = full_pool("shared_first", 3)
     for block, key in enumerate("abc"):

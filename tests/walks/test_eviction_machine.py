@@ -236,6 +236,11 @@ class EvictionMachine(RuleBasedStateMachine):
         ]
 
     @invariant()
+    def at_most_half_the_pool_is_favoured(self) -> None:
+        assert self.free._refreshed == self.model.favoured
+        assert len(self.model.favoured) <= self.model.num_blocks // 2
+
+    @invariant()
     def keys_copies_and_figures_are_those_of_the_model(self) -> None:
         model = self.model
         assert self.free.num_keys == len(model.users) == len(set(model.key_of.values()))
