@@ -112,7 +112,7 @@ FORBIDDEN_TEXT = {
     r"DESIGN\.m[d]|STYLE\.m[d]|VLLM_NOTE[S]": "a document outside the project",
 }
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".txt", ".lua", ".json", ".html", ".js", ".css", ""}
-NOT_OURS = {".git", ".venv", "build", "dist", "out", "LICENSE"}
+NOT_OURS = {".git", ".hypothesis", ".venv", "build", "dist", "out", "LICENSE"}
 """`.git` is a file in a linked work tree."""
 
 

@@ -12,6 +12,7 @@ from shared.errors import ConfigError
 from shared.types import CacheScheme, EventBatch, Holder, Tier, WorkerId
 from tests.support.stores import (
     LONG_LEASE_S,
+    PATIENT_S,
     SCHEME,
     Bench,
     batch,
@@ -252,7 +253,7 @@ async def test_nothing_outlives_the_lease_whatever_was_done_last(bench: Bench, l
 async def test_list_of_workers_vanishes_by_itself_after_the_last_lease(bench: Bench) -> None:
     await bench.directory.register(worker_info("w1"), E1, 0.001)
     await bench.directory.register(worker_info("w2"), E1, 0.002)
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(PATIENT_S):
         while await bench.stored_keys():
             await asyncio.sleep(0.002)
 

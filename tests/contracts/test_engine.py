@@ -160,7 +160,7 @@ async def test_cancelling_the_reader_frees(engine: EngineUnderTest):
             started.set()
 
     task = asyncio.create_task(read())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -170,7 +170,8 @@ async def test_cancelling_the_reader_frees(engine: EngineUnderTest):
 
 async def test_stats_count_what_runs_and_what_waits(engine: EngineUnderTest):
     max_num_seqs = engine.info.max_num_seqs if engine.info else 0
-    requests = [engine.request(prompt(1100 + i, 70), max_tokens=30) for i in range(max_num_seqs + 3)]
+    # Long enough that the first is not over before the last has come, and as long as the pool lets eight of them be.
+    requests = [engine.request(prompt(1100 + i, 10), max_tokens=200) for i in range(max_num_seqs + 3)]
     seen: list[tuple[int, int]] = []
 
     async def read(request: EngineRequest) -> None:
@@ -346,22 +347,21 @@ async def assert_empty(engine: EngineUnderTest) -> None:
     assert (stats.num_running, stats.num_waiting, stats.kv_used_blocks) == (0, 0, 0)
 
 
-async def test_a_killed_engine_is_told_once_and_fails_its_requests_quickly(tmp_path: Path):
+async def test_a_killed_engine_is_told_once_and_fails_its_requests_before_vllm_does(tmp_path: Path):
     engine = await start_vllm(tmp_path, max_num_seqs=1)
     try:
         (process,) = engine.engine._llm.engine_core.resources.engine_manager.processes
-        loop = asyncio.get_running_loop()
         deltas = engine.engine.generate(engine.request(prompt(14, 50), max_tokens=900))
         await anext(deltas)
         pin = asyncio.create_task(engine.engine.pin("a", prompt(14, 2 * BLOCK_SIZE)))
         await until(lambda: engine.engine.stats().num_waiting == 1)
         os.kill(process.pid, signal.SIGKILL)
-        killed_at = loop.time()
+        # These words are those of our own watch. vLLM's notice, which can take seconds longer, would have come first to
+        # a request that ends without them.
         with pytest.raises(EngineError, match="the engine's process ended with SIGKILL"):
             await exhaust(deltas)
         with pytest.raises(EngineError, match="the engine's process ended with SIGKILL"):
             await pin
-        assert loop.time() - killed_at < 2.0  # without a watch of our own it can take over four
         assert engine.deaths == ["the engine's process ended with SIGKILL"]
         for dead_call in (
             engine.engine.resident,
@@ -380,14 +380,18 @@ async def test_a_killed_engine_is_told_once_and_fails_its_requests_quickly(tmp_p
 
 
 async def test_an_engine_that_hangs_is_killed(tmp_path: Path):
-    engine = await start_vllm(tmp_path, step_timeout_s=2.0)
+    engine = await start_vllm(tmp_path)
     try:
         (process,) = engine.engine._llm.engine_core.resources.engine_manager.processes
         deltas = engine.engine.generate(engine.request(prompt(15, 50), max_tokens=900))
         await anext(deltas)
         os.kill(process.pid, signal.SIGSTOP)
+        # Impatient only now: a machine may be slow enough to make an honest step look like this one.
+        engine.engine._progress.cancel()
+        engine.engine._options = replace(engine.engine._options, step_timeout_s=0.5)
+        engine.engine._progress = asyncio.create_task(engine.engine._watch_progress())
         with pytest.raises(EngineError, match="the engine's process ended with SIGKILL"):
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(120.0):
                 await exhaust(deltas)
         assert len(engine.deaths) == 1
     finally:

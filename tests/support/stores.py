@@ -23,7 +23,7 @@ from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Holder, Insta
 
 SCHEME = CacheScheme("org/model", 64)
 LONG_LEASE_S = 600.0
-PATIENT_S = 5.0
+PATIENT_S = 60.0
 """Deadline of calls whose speed is not what a test is about."""
 
 
@@ -67,7 +67,7 @@ def batch(name: str, in_epoch: Epoch, seq: int, stored: Iterable[int] = (), remo
     return EventBatch(Holder(WorkerId(name), in_epoch), seq, keys(stored), keys(removed))
 
 
-async def wait_until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+async def wait_until(condition: Callable[[], bool], deadline_s: float = PATIENT_S) -> None:
     """Return once `condition` holds; fail after the deadline of the loop's clock."""
     async with asyncio.timeout(deadline_s):
         while not condition():
@@ -100,7 +100,7 @@ class Bench:
         if self.clock is not None:
             self.clock.now_s += 1.0
         if self.client is not None:
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(PATIENT_S):
                 while any(f":{name}}}:" in stored for stored in await self.stored_keys()):
                     await asyncio.sleep(0.002)
 

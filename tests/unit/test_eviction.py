@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import random
 import sys
 from typing import get_args
 
 import pytest
 
 from shared.config import EvictionName
-from worker.eviction import HEAD_STARTS, MAX_HEAD_START, STEP_POOL_SIZES, BlockClass, FreeBlocks
+from worker.eviction import HEAD_STARTS, MAX_HEAD_START, STEP_POOL_SIZES, FreeBlocks
+from worker.free_list import BlockClass
 
 
 def full_pool(rule: str, num_blocks: int) -> FreeBlocks[str]:
@@ -303,6 +303,15 @@ def test_private_blocks_of_low_priority_go_first_and_leave_no_ghost():
     assert ghosts_and_hits(free)[0] == (1, 1)
 
 
+def test_a_key_behind_one_of_low_priority_is_of_low_priority_too():
+    free = full_pool("lru", 3)
+    free.cache(0, "parent", "r1", is_low_priority=True)
+    free.cache(1, "child", "r1", parent=0)
+    free.cache(2, "other", "r1")
+    free.push([2, 1, 0])
+    assert drain(free) == [1, 0, 2]
+
+
 def test_blocks_of_a_queued_request_count_as_just_used_last_block_first():
     free = full_pool("lru", 6)
     for block, key in enumerate("abcdef"):
@@ -325,6 +334,19 @@ def test_queued_requests_are_favoured_for_half_the_pool_until_their_blocks_are_u
     assert drain(free) == [4, 5, 0, 3, 2]
 
 
+def test_a_favoured_block_that_goes_makes_room_for_another():
+    free = full_pool("lru", 2)
+    free.cache(0, "a", "r1")
+    free.push([0])
+    free.refresh([0])
+    assert free.pop() == 0
+    free.cache(0, "b", "r2")
+    free.cache(1, "c", "r2")
+    free.push([1, 0])
+    free.refresh([1])
+    assert drain(free) == [0, 1]
+
+
 def test_a_class_change_while_a_request_is_queued_moves_the_blocks_once_more():
     free = full_pool("shared_first", 3)
     for block, key in enumerate("abc"):
@@ -335,132 +357,6 @@ def test_a_class_change_while_a_request_is_queued_moves_the_blocks_once_more():
     assert free.num_free == (0, 0, 2, 1)
     free.uncache(1)
     assert drain(free) == [1, 2, 0]
-
-
-class Model:
-    """The rule as its words say it, slowly: what each block holds and since when it is free."""
-
-    def __init__(self, rule: str, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.head_start = {"lru": 0.0, "shared_first": float("inf"), "adaptive": 1.0}[rule]
-        self.is_adaptive = rule == "adaptive"
-        self.now = 0
-        self.num_events = 0
-        self.free_since: dict[int, tuple[int, int]] = {}
-        self.key_of: dict[int, str] = {}
-        self.users: dict[str, list[str]] = {}
-        self.low: set[str] = set()
-        self.ghosts: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
-
-    def is_shared(self, key: str) -> bool:
-        return len(set(self.users[key])) > 1
-
-    def stamp(self, block: int) -> None:
-        self.num_events += 1
-        self.free_since[block] = (self.now, self.num_events)
-
-    def use(self, key: str, request: str) -> None:
-        was_shared = self.is_shared(key)
-        self.users[key].append(request)
-        if self.is_shared(key) and not was_shared:
-            for block in [block for block in self.key_of if self.key_of[block] == key and block in self.free_since]:
-                self.stamp(block)
-
-    def cache(self, block: int, key: str, request: str, parent: int | None, is_low_priority: bool) -> None:
-        if key in self.users:
-            self.use(key, request)
-        else:
-            is_known = self.miss(key, request)
-            parent_key = self.key_of.get(parent)  # type: ignore[arg-type]
-            may_be_shared = parent is None or (parent_key is not None and self.is_shared(parent_key))
-            self.users[key] = [request, "one that was here before"] if is_known and may_be_shared else [request]
-            self.low |= {key} if is_low_priority else set()
-        self.key_of[block] = key
-
-    def miss(self, key: str, request: str) -> bool:
-        is_known = False
-        for kind, ghosts in self.ghosts.items():
-            for ghost in [ghost for ghost in ghosts if ghost[0] == key]:
-                is_known = kind or ghost[1] != request
-                if ghost[1] != request:
-                    step = max(1.0, len(self.ghosts[not kind]) / len(ghosts)) * STEP_POOL_SIZES / self.num_blocks
-                    self.head_start = min(MAX_HEAD_START, max(0.0, self.head_start + (step if kind else -step)))
-                ghosts.remove(ghost)
-        return is_known
-
-    def victim(self) -> int:
-        def rank(block: int) -> tuple[float, ...]:
-            allocations, event = self.free_since[block]
-            key = self.key_of.get(block)
-            if key is None:
-                return (0, 0, 0, -event)
-            if self.is_shared(key):
-                return (2, allocations + self.head_start * self.num_blocks, 1, event)
-            return (1 if key in self.low else 2, allocations, 0, event)
-
-        return min(self.free_since, key=rank)
-
-    def pop(self, block: int) -> None:
-        del self.free_since[block]
-        self.now += 1
-        key = self.key_of.pop(block, None)
-        if key is not None and key not in self.key_of.values():
-            first, shared = self.users[key][0], self.is_shared(key)
-            if self.is_adaptive and (shared or key not in self.low):
-                self.ghosts[shared] = [*self.ghosts[shared], (key, first)][-(self.num_blocks // 2) :]
-            del self.users[key]
-            self.low.discard(key)
-
-
-@pytest.mark.parametrize("rule", ["lru", "shared_first", "adaptive"])
-@pytest.mark.parametrize("seed", range(20))
-def test_walk_gives_up_the_block_that_the_words_of_the_rule_name(rule: str, seed: int):
-    rng = random.Random(seed)
-    num_blocks = rng.randrange(4, 30)
-    free = full_pool(rule, num_blocks)
-    model = Model(rule, num_blocks)
-    model.now = num_blocks
-    used = set(range(num_blocks))
-    for step in range(500):
-        action = rng.random()
-        if action < 0.35 and used:
-            block = rng.choice(sorted(used))
-            if block not in model.key_of:
-                key, request = f"k{rng.randrange(num_blocks * 2)}", f"r{rng.randrange(4)}"
-                parent = rng.choice([None, *range(num_blocks)])
-                is_low_priority = rng.random() < 0.2
-                free.cache(block, key, request, parent=parent, is_low_priority=is_low_priority)
-                model.cache(block, key, request, parent, is_low_priority)
-        elif action < 0.6 and used:
-            block = rng.choice(sorted(used))
-            used.remove(block)
-            if block in model.key_of:
-                free.push([block])
-            else:
-                free.push_unhashed([block])
-            model.stamp(block)
-        elif action < 0.75 and model.key_of:
-            block = rng.choice(sorted(model.key_of))
-            request = f"r{rng.randrange(4)}"
-            free.use(model.key_of[block], request)
-            model.use(model.key_of[block], request)
-            if block in free:
-                free.remove(block)
-                del model.free_since[block]
-                used.add(block)
-        elif len(free):
-            victim = model.victim()
-            is_shared = free.class_of(victim) is BlockClass.SHARED
-            num_unshared = sum(free.num_free[: BlockClass.SHARED])
-            assert free.in_order()[0] == victim, f"step {step}"
-            assert free.pop() == victim
-            model.pop(victim)
-            used.add(victim)
-            assert not (rule == "shared_first" and is_shared and num_unshared), f"step {step}: others were left"
-        assert free.head_start == pytest.approx(model.head_start)
-        assert len(free) + len(used) == num_blocks
-        assert sorted(free.in_order()) == sorted(model.free_since)
-        assert free.num_keys == len(model.users) == len(set(model.key_of.values()))
 
 
 def test_every_rule_that_a_user_may_name_is_one_of_ours_or_stock():

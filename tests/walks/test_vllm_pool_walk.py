@@ -14,7 +14,7 @@ from shared.errors import PinRefused, UnknownPin
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, CacheScheme
 from worker.engines.vllm_keys import chain_keys
-from worker.eviction import BlockClass
+from worker.free_list import BlockClass
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
@@ -218,6 +218,42 @@ def test_blocks_that_a_queued_request_will_find_count_as_just_used():
     pool.start(pool.request("other", list(range(200, 208))))
     pool.take_events()
     assert set(pool.stored.values()) == set(our_keys(old) + our_keys(list(range(200, 208))))
+
+
+def test_a_class_change_while_a_request_is_queued_moves_its_free_blocks():
+    pool = make_pool(1 + 6)
+    first, second = list(range(8)), list(range(100, 108))
+    for name, token_ids in (("first", first), ("second", second)):
+        pool.start(pool.request(name, token_ids))
+        pool.end(name)
+    pool.manager.block_pool.expect(pool.request("queued", [*second, 1]))
+    pool.start(pool.request("sharing", [*first, 1]))  # overtakes it, and makes the first text shared
+    pool.end("sharing")
+    pool.start(pool.request("other", list(range(200, 216))))
+    pool.take_events()
+    assert set(pool.stored.values()) == set(our_keys(first) + our_keys(list(range(200, 216))))
+
+
+def test_a_request_is_counted_when_it_is_served_and_not_at_each_look_up():
+    pool = make_pool(20)
+    pool.start(pool.request("a", list(range(10))))
+    queued = pool.request("b", list(range(10)))
+    for _ in range(3):
+        pool.manager.get_computed_blocks(queued)
+    assert BlockClass.SHARED not in pool.classes().values()
+    pool.start(queued)
+    assert list(pool.classes().values()).count(BlockClass.SHARED) == 2
+
+
+def test_what_stands_behind_blocks_of_low_priority_goes_with_them_whatever_its_request_wants_later():
+    pool = make_pool(1 + 4, "lru")
+    pool.start(pool.request("a", list(range(5)), priority=1))
+    pool.end("a")
+    pool.start(pool.request("a", list(range(9))))  # the same request has come back with another priority
+    pool.end("a")
+    pool.start(pool.request("other", list(range(100, 112))))
+    pool.take_events()
+    assert set(pool.stored.values()) == set(our_keys(list(range(4))) + our_keys(list(range(100, 112))))
 
 
 def test_blocks_of_a_request_that_runs_later_go_first():
