@@ -131,6 +131,7 @@ def _scheduler_makers(folder: Path) -> dict[str, Callable[[], Scheduler]]:
             ),
             structured_output_manager=StructuredOutputManager(config),
             block_size=_BLOCK_SIZE_TOKENS,
+            log_stats=True,
         )
 
     return {
