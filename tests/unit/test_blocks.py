@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from shared.errors import ConfigError, OutOfBlocks, PinRefused, UnknownPin
 from shared.hashing import pack_tokens
 from shared.types import BlockKey
 from tests.support.blocks import BLOCK_SIZE, OTHER_ROOT, ROOT, make_pool, run, start, state, text, weak_chain
+from tests.support.operations import count_operations
 from worker.blocks import BlockPool
 from worker.sequences import BlockCopy
 
@@ -458,19 +457,12 @@ def test_the_cost_of_a_sequence_does_not_depend_on_the_size_of_the_pool():
         pool = make_pool(num_blocks, "adaptive", max_sequence_tokens=10 * BLOCK_SIZE)
         for number in range(num_blocks // 8):
             run(pool, f"r{number}", text(*range(number * 8, number * 8 + 8)))
-        counted = 0
 
-        def count(frame: object, event: str, argument: object) -> None:
-            nonlocal counted
-            counted += event in ("call", "c_call")
-
-        sys.setprofile(count)
-        try:
+        def hits_and_misses() -> None:
             for number in range(20):
                 run(pool, f"hit {number}", text(*range(8), tail=1))
                 run(pool, f"miss {number}", text(*range(-100 - number, -92 - number), tail=1))
-        finally:
-            sys.setprofile(None)
-        return counted
+
+        return count_operations(hits_and_misses)
 
     assert operations(400) == operations(4000)

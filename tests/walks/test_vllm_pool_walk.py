@@ -501,6 +501,7 @@ def test_walk(rule: str, seed: int):
         assert all(parent_of[key] is None or parent_of[key] in resident for key in resident), "child without parent"
         num_used = sum(block.ref_cnt > 0 for block in block_pool.blocks if not block.is_null)
         assert num_used + len(free) == len(block_pool.blocks) - 1
+        assert block_pool.get_num_free_blocks() == len(free)
         assert all((block.ref_cnt == 0) == (block.block_id in free) for block in block_pool.blocks if not block.is_null)
 
 
