@@ -45,6 +45,7 @@ COMMAND = "python -m tests.bench.bench_claims"
 SEED = 0
 BYTES_PER_TOKEN = 819_200
 """13B in fp16: 2 x 40 layers x 40 heads x 128 x 2 bytes."""
+MODEL_TO_BYTES_PER_TOKEN = {"13b_fp16": BYTES_PER_TOKEN, "smollm2_bf16": 2 * 30 * 3 * 64 * 2}
 POOL_TOKENS = 860 * 64
 """What 80 GB hold beside the weights."""
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -287,7 +288,8 @@ def count_hashes(size: int) -> Figures:
 def measure_copies() -> Figures:
     """A fork that writes into a shared last block, against a sequence of its own that writes into its own.
 
-    `copied_bytes` are for the engine to move; `memory_copy_us` is what that takes in this machine's memory.
+    `copied_bytes` are for the engine to move; `memory_copy_us` is what that takes in this machine's memory. What
+    computing the tokens takes instead, `prefix` tells for SmolLM2.
     """
     size = 64
     figures: Figures = {}
@@ -308,12 +310,14 @@ def measure_copies() -> Figures:
             started_at_s = time.perf_counter()
             assert pool.append(parent, token) is None
             plain.append((time.perf_counter() - started_at_s) * 1e6)
-        num_bytes = num_in_last * BYTES_PER_TOKEN
         figures[f"{num_in_last}_tokens"] = {
             "pool_us_with_copy": spread(copied),
             "pool_us_without": spread(plain),
-            "copied_bytes": num_bytes,
-            "memory_copy_us": spread(time_memory_copy(num_bytes)),
+            "copied_bytes": {model: num_in_last * size_bytes for model, size_bytes in MODEL_TO_BYTES_PER_TOKEN.items()},
+            "memory_copy_us": {
+                model: spread(time_memory_copy(num_in_last * size_bytes))
+                for model, size_bytes in MODEL_TO_BYTES_PER_TOKEN.items()
+            },
         }
     return figures
 
