@@ -28,7 +28,7 @@ from shared.config import Settings
 from shared.errors import ConfigError
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, CacheScheme
-from tests.bench.prefix_times import measure_prefixes
+from tests.bench.prefix_times import NUM_PAIRS, measure_prefixes
 from tests.support.pool_replay import Replayed, replay
 from tests.support.text_workloads import (
     Job,
@@ -339,8 +339,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description="Measures the claims made for block pools.")
     parser.add_argument("--only", choices=SECTIONS, help="measure one of them")
     parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format, for its lengths")
+    parser.add_argument("--pairs", type=int, default=NUM_PAIRS, help="measurements of each prefix length, at least 2")
     parser.add_argument("--json", action="store_true", help="one JSON line in place of an indented one")
     parsed = parser.parse_args(arguments)
+    if parsed.pairs < 2:
+        parser.error(f"--pairs: {parsed.pairs} is less than 2")
     try:
         workloads = Workloads(parsed.trace)
     except ConfigError as error:
@@ -349,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "blocks": lambda: measure_blocks(workloads),
         "sharing": lambda: measure_sharing(workloads),
         "copies": measure_copies,
-        "prefix": lambda: measure_prefixes(workloads.model_dir),
+        "prefix": lambda: measure_prefixes(workloads.model_dir, parsed.pairs),
     }
     report: Figures = {"bench": "claims", "command": COMMAND, "seed": SEED}
     for name in SECTIONS if parsed.only is None else (parsed.only,):
