@@ -125,7 +125,7 @@ def check_context_fits(options: VllmOptions, context_tokens: int) -> None:
 def check_bytes_fit(cache_bytes: int, block_size_tokens: int, context_tokens: int, *, bytes_per_token: int) -> None:
     """Raises `ConfigError` if a cache of so many bytes cannot hold one longest request and vLLM's placeholder block.
 
-    vLLM counts its placeholder as room: a request that needs all blocks would wait for ever.
+    vLLM counts its placeholder as room, which a request that needs all blocks then lacks.
     """
     block_bytes = block_size_tokens * bytes_per_token
     num_blocks = max(0, cache_bytes // block_bytes - 1)
