@@ -23,7 +23,7 @@ from shared.directory.embedded import EmbeddedStore
 from shared.directory.pin_board import PinSpec, PinState
 from shared.directory.redis import RedisDirectory
 from shared.directory.redis_pin_board import RedisPinBoard
-from shared.errors import ConfigError, NoWorker
+from shared.errors import ConfigError, NoWorker, UnknownPin
 from shared.hashing import pack_tokens
 from shared.types import WorkerId
 from tests.support.boards import Follower
@@ -217,6 +217,38 @@ async def test_an_interrupted_warmup_says_that_the_pin_stays_wanted(deployment: 
     await asyncio.wait({warming})
     assert "`kvroute unpin system` gives it up" in deployment.said[-1]
     assert await deployment.wanted() == {"system": ()}
+
+
+async def test_a_warmup_ends_when_its_pin_is_given_up_meanwhile(deployment: Deployment) -> None:
+    slow = deployment.followers["w0"]
+    slow.engine.may_pin.clear()
+    warming = asyncio.create_task(deployment.warm_up(lease_s=4 * HEARTBEAT_S))
+    await wait_until(lambda: slow.engine.pin_calls == ["system"])
+    await pins.unpin(deployment.run, SETTINGS, "system")
+    with pytest.raises(UnknownPin, match="pin system was given up, or its time was over, before all workers kept it"):
+        await warming
+    slow.engine.may_pin.set()
+    await wait_until(lambda: slow.engine.pin_calls == ["system", "-system"] and slow.states == {})
+
+
+async def test_a_warmup_ends_when_the_time_of_its_pin_is_over(deployment: Deployment) -> None:
+    deployment.followers["w0"].engine.may_pin.clear()
+    with pytest.raises(UnknownPin, match="its time was over"):
+        await deployment.warm_up(replace(ORDER, ttl_s=0.2), lease_s=4 * HEARTBEAT_S)
+
+
+async def test_a_warmup_leaves_a_name_to_the_one_that_put_it_last(deployment: Deployment) -> None:
+    for follower in deployment.followers.values():
+        follower.engine.may_pin.clear()
+    first = asyncio.create_task(deployment.warm_up())
+    await wait_until(lambda: bool(deployment.said))
+    second = asyncio.create_task(deployment.warm_up(token_ids=TOKENS[:130]))
+    with pytest.raises(UnknownPin, match="pin system was put anew by somebody else"):
+        await first
+    for follower in deployment.followers.values():
+        follower.engine.may_pin.set()
+    assert await second
+    assert [await follower.held() for follower in deployment.followers.values()] == [{"system": 2}] * 2
 
 
 # Showing and giving up.
