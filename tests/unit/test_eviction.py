@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import sys
 from typing import get_args
 
 import pytest
 
 from shared.config import EvictionName
+from tests.support.operations import count_operations
 from worker.eviction import HEAD_STARTS, MAX_HEAD_START, STEP_POOL_SIZES, FreeBlocks
 from worker.free_list import BlockClass
 
@@ -371,19 +371,12 @@ def test_the_cost_of_an_eviction_does_not_depend_on_the_size_of_the_pool():
             if block % 3 == 0:
                 free.use(f"k{block}", "r2")
         free.push(range(num_blocks))
-        counted = 0
 
-        def count(frame: object, event: str, argument: object) -> None:
-            nonlocal counted
-            counted += event in ("call", "c_call")
-
-        sys.setprofile(count)
-        try:
+        def evict() -> None:
             for _ in range(50):
                 free.push_unhashed([free.pop()])
                 free.push([free.pop()])
-        finally:
-            sys.setprofile(None)
-        return counted
+
+        return count_operations(evict)
 
     assert operations(100) == operations(20_000)
