@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from router import cli, pins, runfile, warmup
 from router.runfile import Run
+from router.status import deployment_state
 from router.tokenizer import Tokenizer
 from router.warmup import Order
 from shared.config import Settings
@@ -191,6 +192,8 @@ async def test_what_a_former_life_of_a_worker_has_said_is_void(deployment: Deplo
     await deployment.directory.register(worker_info("w1", life=2), epoch(2), LONG_LEASE_S)
     state = await pins.pin_state(deployment.run, SETTINGS)
     assert [(row["worker"], row["state"]) for row in state["pins"][0]["workers"]] == [("w0", "pinned"), ("w1", "away")]
+    workers = (await deployment_state(deployment.run, SETTINGS))["workers"]
+    assert [worker["num_pinned_blocks"] for worker in workers] == [3, None]
     assert not await deployment.warm_up(start_timeout_s=0.1)
 
 
