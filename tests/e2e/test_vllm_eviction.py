@@ -1,4 +1,4 @@
-"""The eviction rules in a real engine: who survives a flood of prompts that are used once."""
+"""The eviction rules in real engines: what survives a flood of prompts that are used once, and what of chats does."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from functools import reduce
 from operator import xor
 
 import pytest
+import pytest_asyncio
 
-from tests.support.engines import BLOCK_SIZE, NUM_BLOCKS, EngineUnderTest
-from worker.free_list import BlockClass
+from shared.config import Settings
+from tests.support.engines import BLOCK_SIZE, EngineUnderTest
+from tests.support.eviction_workloads import (
+    CHATS,
+    MODELS,
+    PINNED,
+    RETURNING_10,
+    RULES,
+    SILENT,
+    Tally,
+    run_workloads,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
@@ -20,30 +31,43 @@ def tokens(rng: random.Random, num_tokens: int) -> list[int]:
     return [rng.randrange(5, 250) for _ in range(num_tokens)]
 
 
-async def test_a_shared_system_prompt_survives_a_flood_only_where_the_rule_says_so(vllm_engine: EngineUnderTest):
-    engine = vllm_engine
-    assert engine.info is not None
-    await engine.engine.reset_cache()
-    rng = random.Random(7)
-    system_prompt = tokens(rng, NUM_SHARED_TOKENS)
-    question = tokens(rng, 20)
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=list(MODELS))
+async def rule_to_tallies(request: pytest.FixtureRequest) -> dict[str, dict[str, Tally]]:
+    """What the workloads got from a model under each rule, from one engine after another."""
+    cache_dir = Settings().model_cache_dir
+    return {rule: await run_workloads(request.param, rule, cache_dir) for rule in RULES}
 
-    before = await engine.ask(system_prompt + question, max_tokens=64)
-    for _ in range(2):
-        assert (await engine.ask(system_prompt + tokens(rng, 20))).cached_tokens == NUM_SHARED_TOKENS
-    num_flood = 3 * NUM_BLOCKS // 10
-    for _ in range(num_flood):
-        await engine.ask(tokens(rng, NUM_SHARED_TOKENS - 10), max_tokens=1)
-    after = await engine.ask(system_prompt + question, max_tokens=64)
 
-    # Nobody asks for the prompt meanwhile, so `adaptive` keeps its first head start, which is shorter than the flood.
-    survives = engine.info.eviction == "shared_first"
-    assert after.cached_tokens == (NUM_SHARED_TOKENS if survives else 0)
-    assert after.token_ids == before.token_ids
-    if survives:
-        statistics = await engine.engine.pool_statistics()
-        assert statistics["num_evicted"][BlockClass.SHARED] == 0
-        assert statistics["num_evicted"][BlockClass.PRIVATE] > NUM_BLOCKS
+async def test_a_shared_prompt_that_nobody_asks_for_survives_a_flood_under_shared_first_alone(
+    rule_to_tallies: dict[str, dict[str, Tally]],
+):
+    strict, plain = rule_to_tallies["shared_first"][SILENT], rule_to_tallies["lru"][SILENT]
+    assert (strict.cached_tokens, plain.cached_tokens) == (strict.possible_tokens, 0)
+    assert all(tallies[SILENT].is_same_answer for tallies in rule_to_tallies.values())
+
+
+async def test_a_shared_prompt_that_returns_in_a_flood_survives_under_adaptive_too(
+    rule_to_tallies: dict[str, dict[str, Tally]],
+):
+    adaptive, strict, plain = (rule_to_tallies[rule][RETURNING_10] for rule in ("adaptive", "shared_first", "lru"))
+    assert (strict.cached_tokens, plain.cached_tokens) == (strict.possible_tokens, 0)
+    assert adaptive.cached_tokens >= 0.9 * strict.cached_tokens
+
+
+async def test_a_pinned_prompt_survives_a_flood_under_every_rule(rule_to_tallies: dict[str, dict[str, Tally]]):
+    pinned = [rule_to_tallies[rule][PINNED] for rule in RULES]
+    assert [tally.cached_tokens for tally in pinned] == [tally.possible_tokens for tally in pinned]
+    assert all(tally.is_same_answer for tally in pinned)
+
+
+async def test_chats_that_go_on_keep_their_histories_under_adaptive_as_under_lru(
+    rule_to_tallies: dict[str, dict[str, Tally]],
+):
+    adaptive, plain, strict = (rule_to_tallies[rule][CHATS] for rule in ("adaptive", "lru", "shared_first"))
+    assert plain.cached_tokens == plain.possible_tokens == adaptive.possible_tokens
+    assert adaptive.cached_tokens >= 0.97 * plain.cached_tokens
+    # Ended chats' blocks are shared, and crowd out those of the ones that go on.
+    assert strict.cached_tokens < 0.8 * plain.cached_tokens
 
 
 async def test_a_digest_of_the_pool_is_that_of_the_resident_keys(vllm_engine: EngineUnderTest):

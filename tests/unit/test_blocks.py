@@ -477,11 +477,11 @@ def test_the_cost_of_a_sequence_does_not_depend_on_the_size_of_the_pool():
         for number in range(num_blocks // 8):
             run(pool, f"r{number}", text(*range(number * 8, number * 8 + 8)))
 
-        def hit_and_miss() -> None:
+        def hits_and_misses() -> None:
             for number in range(20):
                 run(pool, f"hit {number}", text(*range(8), tail=1))
                 run(pool, f"miss {number}", text(*range(-100 - number, -92 - number), tail=1))
 
-        return count_operations(hit_and_miss)
+        return count_operations(hits_and_misses)
 
     assert operations(400) == operations(4000)
