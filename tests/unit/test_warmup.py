@@ -240,6 +240,17 @@ async def test_a_warmup_ends_when_the_time_of_its_pin_is_over(deployment: Deploy
         await deployment.warm_up(replace(ORDER, ttl_s=0.2), lease_s=4 * HEARTBEAT_S)
 
 
+async def test_a_warmup_goes_on_when_the_store_has_lost_its_pin_and_workers_put_it_back(deployment: Deployment) -> None:
+    slow = deployment.followers["w0"]
+    slow.engine.may_pin.clear()
+    warming = asyncio.create_task(deployment.warm_up())
+    await wait_until(lambda: slow.engine.pin_calls == ["system"])
+    await deployment.board.clear()
+    slow.engine.may_pin.set()
+    assert await warming
+    assert await deployment.wanted() == {"system": ()}
+
+
 async def test_a_warmup_leaves_a_name_to_the_one_that_put_it_last(deployment: Deployment) -> None:
     for follower in deployment.followers.values():
         follower.engine.may_pin.clear()
