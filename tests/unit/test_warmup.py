@@ -243,7 +243,7 @@ async def test_a_warmup_ends_when_the_time_of_its_pin_is_over(deployment: Deploy
 async def test_a_warmup_goes_on_when_the_store_has_lost_its_pin_and_workers_put_it_back(deployment: Deployment) -> None:
     slow = deployment.followers["w0"]
     slow.engine.may_pin.clear()
-    warming = asyncio.create_task(deployment.warm_up())
+    warming = asyncio.create_task(deployment.warm_up(lease_s=PATIENT_S))
     await wait_until(lambda: slow.engine.pin_calls == ["system"])
     await deployment.board.clear()
     slow.engine.may_pin.set()
