@@ -31,6 +31,9 @@ STEP_POOL_SIZES = 4.0
 """How far a pool's worth of ghost hits moves the head start: a fourth of its range, where ARC's moves through all.
 Faster is restless, which costs chats; slower loses more of what returns rarely before it is learnt."""
 
+_UNHASHED, _LOW_PRIORITY, _PRIVATE, _SHARED = BlockClass
+"""Python 3.11 calls a function written in Python whenever a member is read from its class, here for every block."""
+
 
 class AdaptiveHeadStart(Generic[Key]):
     """A head start that moves as in ARC (Megiddo and Modha, FAST '03): by the keys that were missed after they went.
@@ -57,7 +60,7 @@ class AdaptiveHeadStart(Generic[Key]):
 
     def remember(self, key: Key, block_class: BlockClass, first_request: str) -> None:
         """The last copy of a key has gone to make room."""
-        ghosts = self._shared if block_class is BlockClass.SHARED else self._private
+        ghosts = self._shared if block_class is _SHARED else self._private
         ghosts[key] = first_request
         if len(ghosts) > self._num_blocks // 2:
             ghosts.popitem(last=False)
@@ -206,16 +209,16 @@ class FreeBlocks(Generic[Key]):
         self._drop_key(former_holder)
         if former_holder.free_list is not None:
             self.remove(block)
-            self._append(former_holder, BlockClass.UNHASHED)
+            self._append(former_holder, _UNHASHED)
 
     def clear_keys(self) -> None:
         """Forget every key, those that went included: all free blocks become unhashed, in the order of before."""
         for number in self.in_order():
             self.remove(number)
-            self._append(self._blocks[number], BlockClass.UNHASHED)
+            self._append(self._blocks[number], _UNHASHED)
         for block in self._blocks:
             block.key = block.copies = None
-            block.block_class = BlockClass.UNHASHED
+            block.block_class = _UNHASHED
         self._key_to_block.clear()
         if self._adaptive is not None:
             self._adaptive.forget_ghosts()
@@ -224,17 +227,17 @@ class FreeBlocks(Generic[Key]):
 
     def push(self, blocks: Iterable[int]) -> None:
         """Add blocks that just became free; the first of them goes first. Blocks without a key count as private."""
-        for free_list, freed in zip(self._lists, self._by_class(blocks, BlockClass.PRIVATE), strict=True):
+        for free_list, freed in zip(self._lists, self._by_class(blocks, _PRIVATE), strict=True):
             free_list.append(freed, self._num_allocations)
 
     def push_unhashed(self, blocks: Iterable[int]) -> None:
         """Add blocks that hold nothing; they go before all others, the first of them first."""
-        self._lists[BlockClass.UNHASHED].prepend([self._blocks[number] for number in blocks], self._num_allocations)
+        self._lists[_UNHASHED].prepend([self._blocks[number] for number in blocks], self._num_allocations)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Add blocks that just became free: those with a key as in `push`, those without as in `push_unhashed`."""
-        unhashed, *others = self._by_class(blocks, BlockClass.UNHASHED)
-        self._lists[BlockClass.UNHASHED].prepend(unhashed, self._num_allocations)
+        unhashed, *others = self._by_class(blocks, _UNHASHED)
+        self._lists[_UNHASHED].prepend(unhashed, self._num_allocations)
         for free_list, freed in zip(self._lists[1:], others, strict=True):
             free_list.append(freed, self._num_allocations)
 
@@ -252,15 +255,15 @@ class FreeBlocks(Generic[Key]):
 
     def serve(self, blocks: Iterable[int], request: str) -> None:
         """A request is served from these blocks: a use of their keys, and the free ones are taken out."""
-        all_blocks, refreshed, shared = self._blocks, self._refreshed, BlockClass.SHARED
+        all_blocks, refreshed = self._blocks, self._refreshed
         for number in blocks:
             block = all_blocks[number]
             if block.free_list is not None:
                 block.free_list.remove(block)
                 refreshed.discard(number)
-            if block.block_class is not shared and block.first_request != request and block.key is not None:
+            if block.block_class is not _SHARED and block.first_request != request and block.key is not None:
                 if block.copies is None:
-                    block.block_class = shared
+                    block.block_class = _SHARED
                 else:
                     self._share(block)
 
@@ -300,7 +303,7 @@ class FreeBlocks(Generic[Key]):
             block_class = block.block_class
             self.num_evicted[block_class] += 1
             # A block of low priority goes whatever the head start is: its loss teaches nothing.
-            if self._adaptive is not None and block.copies is None and block_class is not BlockClass.LOW_PRIORITY:
+            if self._adaptive is not None and block.copies is None and block_class is not _LOW_PRIORITY:
                 self._adaptive.remember(block.key, block_class, block.first_request)
             self._drop_key(block)
         return block.number
@@ -325,24 +328,24 @@ class FreeBlocks(Generic[Key]):
         It is shared at once if `adaptive` remembers another request, and what stands before it is. What stands behind
         blocks of low priority goes with them, also if the request has come back with another priority.
         """
-        before = BlockClass.SHARED if parent is None else self._blocks[parent].block_class
+        before = _SHARED if parent is None else self._blocks[parent].block_class
         if self._adaptive is not None:
             is_shared = self._adaptive.recompute(key, request)
             self._head_start_allocations = self._adaptive.pool_sizes * self._num_blocks
-            if is_shared and before is BlockClass.SHARED:
-                return BlockClass.SHARED
-        return BlockClass.LOW_PRIORITY if is_low_priority or before is BlockClass.LOW_PRIORITY else BlockClass.PRIVATE
+            if is_shared and before is _SHARED:
+                return _SHARED
+        return _LOW_PRIORITY if is_low_priority or before is _LOW_PRIORITY else _PRIVATE
 
     def _use(self, block: Block[Key], request: str) -> None:
-        if block.block_class is not BlockClass.SHARED and block.first_request != request:
+        if block.block_class is not _SHARED and block.first_request != request:
             self._share(block)
 
     def _share(self, block: Block[Key]) -> None:
         for copy in (block,) if block.copies is None else block.copies:
-            copy.block_class = BlockClass.SHARED
+            copy.block_class = _SHARED
             if copy.free_list is not None:
                 self.remove(copy.number)
-                self._append(copy, BlockClass.SHARED)
+                self._append(copy, _SHARED)
 
     def _drop_key(self, block: Block[Key]) -> None:
         if block.key is None:
@@ -356,7 +359,7 @@ class FreeBlocks(Generic[Key]):
             if len(block.copies) == 1:
                 oldest.copies = None
         block.key = block.copies = None
-        block.block_class = BlockClass.UNHASHED
+        block.block_class = _UNHASHED
 
     def _by_class(self, blocks: Iterable[int], keyless: BlockClass) -> tuple[list[Block[Key]], ...]:
         all_blocks = self._blocks
