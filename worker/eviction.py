@@ -50,6 +50,7 @@ class AdaptiveHeadStart(Generic[Key]):
         self.num_ghost_hits = [0, 0]
         """Misses on keys that went while private and while shared."""
         self._num_blocks = num_blocks
+        self._most_ghosts = num_blocks // 2
         self._private: OrderedDict[Key, str] = OrderedDict()
         self._shared: OrderedDict[Key, str] = OrderedDict()
 
@@ -62,7 +63,7 @@ class AdaptiveHeadStart(Generic[Key]):
         """The last copy of a key has gone to make room."""
         ghosts = self._shared if block_class is _SHARED else self._private
         ghosts[key] = first_request
-        if len(ghosts) > self._num_blocks // 2:
+        if len(ghosts) > self._most_ghosts:
             ghosts.popitem(last=False)
 
     def recompute(self, key: Key, request: str) -> bool:
@@ -167,7 +168,7 @@ class FreeBlocks(Generic[Key]):
         return self._blocks[block].key
 
     def cache(
-        self, block: int, key: Key, request: str, *, parent: int | None = None, is_low_priority: bool = False
+        self, block: int, key: Key, request: str, parent: int | None = None, is_low_priority: bool = False
     ) -> bool:
         """The block now holds `key`, computed for `request`. Counts as a use of the key. Tells whether none held it.
 
@@ -176,7 +177,7 @@ class FreeBlocks(Generic[Key]):
         holder = self._blocks[block]
         oldest = self._key_to_block.get(key)
         if oldest is None:
-            holder.block_class = self._class_of_new(key, request, parent, is_low_priority=is_low_priority)
+            holder.block_class = self._class_of_new(key, request, parent, is_low_priority)
             self._key_to_block[key] = holder
             holder.key, holder.first_request = key, request
             return True
@@ -228,7 +229,8 @@ class FreeBlocks(Generic[Key]):
     def push(self, blocks: Iterable[int]) -> None:
         """Add blocks that just became free; the first of them goes first. Blocks without a key count as private."""
         for free_list, freed in zip(self._lists, self._by_class(blocks, _PRIVATE), strict=True):
-            free_list.append(freed, self._num_allocations)
+            if freed:
+                free_list.append(freed, self._num_allocations)
 
     def push_unhashed(self, blocks: Iterable[int]) -> None:
         """Add blocks that hold nothing; they go before all others, the first of them first."""
@@ -239,7 +241,8 @@ class FreeBlocks(Generic[Key]):
         unhashed, *others = self._by_class(blocks, _UNHASHED)
         self._lists[_UNHASHED].prepend(unhashed, self._num_allocations)
         for free_list, freed in zip(self._lists[1:], others, strict=True):
-            free_list.append(freed, self._num_allocations)
+            if freed:
+                free_list.append(freed, self._num_allocations)
 
     def remove(self, block: int) -> None:
         """Take a certain block out, as when a request is served from it.
@@ -294,19 +297,35 @@ class FreeBlocks(Generic[Key]):
         Raises:
             IndexError: no block is free.
         """
-        free_list = self._next_list()
-        block = free_list.end.next
-        free_list.remove(block)
-        self._refreshed.discard(block.number)
-        self._num_allocations += 1
-        if block.key is not None:
-            block_class = block.block_class
-            self.num_evicted[block_class] += 1
-            # A block of low priority goes whatever the head start is: its loss teaches nothing.
-            if self._adaptive is not None and block.copies is None and block_class is not _LOW_PRIORITY:
-                self._adaptive.remember(block.key, block_class, block.first_request)
-            self._drop_key(block)
-        return block.number
+        return self.pop_n(1)[0]
+
+    def pop_n(self, num_blocks: int) -> list[int]:
+        """Take the blocks that go next, without what they held, in that order.
+
+        Raises:
+            IndexError: fewer are free. Nothing has changed.
+        """
+        if num_blocks > len(self):
+            raise IndexError("no block is free" if not len(self) else f"{len(self)} blocks are free, not {num_blocks}")
+        adaptive, refreshed = self._adaptive, self._refreshed
+        popped: list[int] = []
+        for _ in range(num_blocks):
+            free_list = self._next_list()
+            block = free_list.end.next
+            free_list.remove(block)
+            if refreshed:
+                refreshed.discard(block.number)
+            self._num_allocations += 1
+            key = block.key
+            if key is not None:
+                block_class = block.block_class
+                self.num_evicted[block_class] += 1
+                # A block of low priority goes whatever the head start is: its loss teaches nothing.
+                if adaptive is not None and block.copies is None and block_class is not _LOW_PRIORITY:
+                    adaptive.remember(key, block_class, block.first_request)
+                self._drop_key(block)
+            popped.append(block.number)
+        return popped
 
     def in_order(self) -> list[int]:
         """All free blocks, next to go first, if nothing else happened. Linear; does not modify."""
@@ -322,17 +341,16 @@ class FreeBlocks(Generic[Key]):
                 j += 1
         return [block.number for block in order]
 
-    def _class_of_new(self, key: Key, request: str, parent: int | None, *, is_low_priority: bool) -> BlockClass:
+    def _class_of_new(self, key: Key, request: str, parent: int | None, is_low_priority: bool) -> BlockClass:
         """What a key is worth that was not cached, so that it never goes after what stands behind it in the prompt.
 
         It is shared at once if `adaptive` remembers another request, and what stands before it is. What stands behind
         blocks of low priority goes with them, also if the request has come back with another priority.
         """
         before = _SHARED if parent is None else self._blocks[parent].block_class
-        if self._adaptive is not None:
-            is_shared = self._adaptive.recompute(key, request)
+        if self._adaptive is not None and self._adaptive.recompute(key, request):
             self._head_start_allocations = self._adaptive.pool_sizes * self._num_blocks
-            if is_shared and before is _SHARED:
+            if before is _SHARED:
                 return _SHARED
         return _LOW_PRIORITY if is_low_priority or before is _LOW_PRIORITY else _PRIVATE
 
@@ -373,14 +391,13 @@ class FreeBlocks(Generic[Key]):
         self._lists[block_class].append((block,), self._num_allocations)
 
     def _next_list(self) -> FreeList[Key]:
+        """Whose head goes next. One block at least must be free."""
         unhashed, low_priority, private, shared = self._lists
         if unhashed.size:
             return unhashed
         if low_priority.size:
             return low_priority
         if not private.size or not shared.size:
-            if not private.size and not shared.size:
-                raise IndexError("no block is free")
             return private if private.size else shared
         return private if self._goes_first(private.end.next, shared.end.next) else shared
 

@@ -51,6 +51,7 @@ _SURFACE: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
             "block_mask",
         ),
     ),
+    (BlockPool, "get_new_blocks", ("num_blocks",)),
     (BlockPool, "touch", ("blocks",)),
     (BlockPool, "free_blocks", ("ordered_blocks",)),
     (BlockPool, "get_cached_block", ("block_hash", "kv_cache_group_ids")),
@@ -58,6 +59,7 @@ _SURFACE: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (BlockPool, "_remove_cached_block_hashes", ("block",)),
     (BlockPool, "_emit_block_removed_events", ("block_hashes",)),
     (BlockPool, "_maybe_evict_cached_block", ("block",)),
+    (BlockPool, "_notify_reuse", ("blocks",)),
     (BlockHashToBlockMap, "get_one_block", ("key",)),
     (KVCacheCoordinator, "allocate_new_computed_blocks", ("request_id", "new_computed_blocks")),
     (KVCacheManager, "take_events", ()),
@@ -86,12 +88,12 @@ def check_surface() -> str | None:
         return f"FreeKVCacheBlockQueue has {', '.join(sorted(missing))}, which our queue does not"
     for struct, fields in (
         (BlockStored, {"block_hashes", "parent_block_hash", "token_ids", "block_size", "extra_keys", "lora_name"}),
-        (BlockRemoved, {"block_hashes", "medium"}),
+        (BlockRemoved, {"block_hashes", "medium", "group_idx"}),
         (EngineCoreOutput, {"kv_transfer_params"}),
     ):
         if missing := fields - set(struct.__struct_fields__):
             return f"{struct.__name__} has no {', '.join(sorted(missing))}"
-    if not {"block_id", "ref_cnt", "is_null"} <= set(KVCacheBlock.__dataclass_fields__):
+    if not {"block_id", "ref_cnt", "is_null", "pool"} <= set(KVCacheBlock.__dataclass_fields__):
         return "KVCacheBlock has other fields"
     return None
 
