@@ -7,6 +7,7 @@ collisions; tenants that must not learn of each other are kept apart by a salt, 
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -33,10 +34,12 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """
     if isinstance(token_ids, _PACKED):
         raise TypeError("token ids as bytes: packed already?")  # an array would take them as they are
-    packed = array("i", token_ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    values = tuple(token_ids)
+    try:
+        return struct.pack(f"<{len(values)}i", *values)
+    except struct.error:
+        array("i", values)  # tells which of the two is wrong; to pack with it takes longer
+        raise
 
 
 def unpack_tokens(packed: bytes) -> list[int]:

@@ -307,7 +307,7 @@ class FreeBlocks(Generic[Key]):
         """
         if num_blocks > len(self):
             raise IndexError("no block is free" if not len(self) else f"{len(self)} blocks are free, not {num_blocks}")
-        adaptive, refreshed = self._adaptive, self._refreshed
+        adaptive, refreshed, key_to_block = self._adaptive, self._refreshed, self._key_to_block
         popped: list[int] = []
         for _ in range(num_blocks):
             free_list = self._next_list()
@@ -320,10 +320,15 @@ class FreeBlocks(Generic[Key]):
             if key is not None:
                 block_class = block.block_class
                 self.num_evicted[block_class] += 1
-                # A block of low priority goes whatever the head start is: its loss teaches nothing.
-                if adaptive is not None and block.copies is None and block_class is not _LOW_PRIORITY:
-                    adaptive.remember(key, block_class, block.first_request)
-                self._drop_key(block)
+                if block.copies is not None:
+                    self._drop_key(block)
+                else:
+                    # A block of low priority goes whatever the head start is: its loss teaches nothing.
+                    if adaptive is not None and block_class is not _LOW_PRIORITY:
+                        adaptive.remember(key, block_class, block.first_request)
+                    del key_to_block[key]
+                    block.key = None
+                    block.block_class = _UNHASHED
             popped.append(block.number)
         return popped
 

@@ -164,7 +164,9 @@ class KeyedBlockPool(BlockPool):
                 metrics.on_block_evicted(block)
             if block.block_hash is not None:
                 keys[block.block_id] = None
-                gone += [each for each in remove_hashes(block) if cached.get_one_block(each) is None]
+                for block_hash in remove_hashes(block):
+                    if cached.get_one_block(block_hash) is None:
+                        gone.append(block_hash)
             block.ref_cnt = 1
             if metrics:
                 metrics.on_block_allocated(block)

@@ -247,8 +247,9 @@ class _KeyedPoolMixin:
         """Keep the prompt of a finished request that asks for it. How that went; None if it does not or was aborted."""
         params = request.sampling_params
         asked = ((params.extra_args if params is not None else None) or {}).get(PLUGIN)
-        is_complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        if asked is None or not is_complete:
+        if asked is None:
+            return None
+        if request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             return None
         try:
             return {"num_blocks": self._kvr_pool.pin(asked["pin"], request)}
