@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from shared.types import WorkerId
 from tests.support.boards import HEARTBEAT_S, LEASE_S, FlakyBoard, Follower
 from tests.support.stores import instance, pin_spec
 from tests.support.vtime import run_virtual
+from worker.engines.base import PinnedPrefix
 
 W1, W2 = WorkerId("w1"), WorkerId("w2")
 WARMING, PINNED, REFUSED = PinState.WARMING, PinState.PINNED, PinState.REFUSED
@@ -35,6 +37,20 @@ async def following(**engine: Any) -> AsyncIterator[tuple[FlakyBoard, Follower]]
     yield board, follower
     await follower.pinner.stop()
     assert len(asyncio.all_tasks()) == 1
+
+
+def times_of_pins(worker: Follower, name: str) -> list[float]:
+    """When the engine is asked for a pin from now on, as it grows."""
+    pin = worker.engine.pin
+    asked_at_s: list[float] = []
+
+    async def noted(asked: str, token_ids: list[int], **more: Any) -> PinnedPrefix:
+        if asked == name:
+            asked_at_s.append(asyncio.get_running_loop().time())
+        return await pin(asked, token_ids, **more)
+
+    worker.engine.pin = noted  # type: ignore[method-assign]
+    return asked_at_s
 
 
 # Quiet weather.
@@ -324,19 +340,37 @@ def test_a_refused_renewal_leaves_what_was_kept_and_going_back_to_it_costs_nothi
 
 
 @pytest.mark.parametrize("error", [EngineError("flaky"), OutOfBlocks("no room now"), RuntimeError("a fault")])
-def test_a_pin_that_fails_is_tried_again_each_heartbeat_and_stops_no_other(error: Exception) -> None:
+def test_a_pin_that_fails_is_tried_again_after_growing_pauses_and_stops_no_other(error: Exception) -> None:
     async def scenario() -> None:
         async with following() as (board, worker):
             worker.engine.pin_faults["bad"] = error
+            asked_at_s = times_of_pins(worker, "bad")
             for life, name in enumerate(("after", "bad", "zeta")):
                 await board.inner.put(pin_spec(name, life=life), None)
-            await asyncio.sleep(50 * HEARTBEAT_S)
+            await asyncio.sleep(215.0)
             assert worker.states == {"after": PINNED, "bad": WARMING, "zeta": PINNED}
-            assert worker.pinner.pins.pins[1].message == str(error)
-            assert 49 <= worker.engine.pin_calls.count("bad") <= 55
+            assert worker.pinner.pins.pins[1].message == f"attempt 9 failed, the next one follows 60 s later: {error}"
+            pauses_s = [later - earlier for earlier, later in pairwise(asked_at_s)]
+            assert pauses_s == [pytest.approx(pause_s, abs=HEARTBEAT_S) for pause_s in (1, 2, 4, 8, 16, 32, 60, 60)]
             del worker.engine.pin_faults["bad"]
-            await asyncio.sleep(SOON_S)
+            await asyncio.sleep(61.0)
             assert worker.states == {"after": PINNED, "bad": PINNED, "zeta": PINNED}
+
+    run_virtual(scenario())
+
+
+def test_a_renewed_pin_is_tried_at_once_whatever_the_former_one_waits_for() -> None:
+    async def scenario() -> None:
+        async with following() as (board, worker):
+            worker.engine.pin_faults["system"] = EngineError("flaky")
+            asked_at_s = times_of_pins(worker, "system")
+            await board.inner.put(pin_spec(life=1), None)
+            await asyncio.sleep(100.0)
+            num_before = len(asked_at_s)
+            await board.inner.put(pin_spec(life=2), None)
+            await asyncio.sleep(10.0)
+            pauses_s = [later - earlier for earlier, later in pairwise(asked_at_s[num_before:])]
+            assert pauses_s == [pytest.approx(pause_s, abs=HEARTBEAT_S) for pause_s in (1, 2, 4)]
 
     run_virtual(scenario())
 
