@@ -198,14 +198,16 @@ class Pinner:
         known, held, failure = self._known[name], self._held.get(name), self._failures.get(name)
         if known.spec is None:
             message = "its record in the store cannot be read; put the pin again"
-            return PinReport(name, known.revision, PinState.REFUSED, message=message)
+            return PinReport(name, known.revision, PinState.REFUSED, message=message + _still_kept(held))
         if not known.spec.is_for(self._info.worker):
             return None
         if held is not None and held.revision == known.revision:
             return PinReport(name, known.revision, PinState.PINNED, held.num_blocks, held.num_tokens)
         if failure is not None and failure.revision == known.revision:
-            state = PinState.REFUSED if failure.try_again_at_s is None else PinState.WARMING
-            return PinReport(name, known.revision, state, message=failure.message)
+            if failure.try_again_at_s is None:
+                message = failure.message + _still_kept(held)
+                return PinReport(name, known.revision, PinState.REFUSED, message=message)
+            return PinReport(name, known.revision, PinState.WARMING, message=failure.message)
         return PinReport(name, known.revision, PinState.WARMING)
 
     # Changing the engine.
@@ -358,6 +360,11 @@ class Pinner:
 def _is_due(failure: _Failure) -> bool:
     """Whether what has failed may be tried again now."""
     return failure.try_again_at_s is not None and asyncio.get_running_loop().time() >= failure.try_again_at_s
+
+
+def _still_kept(held: _Held | None) -> str:
+    """What a refusal leaves under the name, for the end of its message."""
+    return f"; the former prompt is still kept ({held.num_blocks} blocks)" if held is not None else ""
 
 
 def _message(error: Exception) -> str:

@@ -331,6 +331,8 @@ def test_a_refused_renewal_leaves_what_was_kept_and_going_back_to_it_costs_nothi
             await board.inner.put(pin_spec(life=2, num_tokens=21 * 64), None)
             await asyncio.sleep(SOON_S)
             assert (worker.states, await worker.held()) == ({"system": REFUSED}, {"system": 3})
+            (told,) = worker.pinner.pins.pins
+            assert told.message.endswith("under other names; the former prompt is still kept (3 blocks)")
             await board.inner.put(pin_spec(life=3, num_tokens=200), None)
             await asyncio.sleep(SOON_S)
             assert (worker.states, await worker.held()) == ({"system": PINNED}, {"system": 3})
@@ -414,8 +416,10 @@ def test_a_prompt_that_cannot_be_computed_is_refused_for_good() -> None:
 
 def test_an_unreadable_record_is_reported_and_stops_no_other() -> None:
     class Torn(MemoryPinBoard):
+        is_torn = True
+
         async def spec(self, name: str) -> Any:
-            return None if name == "torn" else await super().spec(name)
+            return None if self.is_torn and name == "torn" else await super().spec(name)
 
     async def scenario() -> None:
         board = Torn(asyncio.get_running_loop().time)
@@ -424,6 +428,14 @@ def test_an_unreadable_record_is_reported_and_stops_no_other() -> None:
         await board.put(pin_spec("whole", life=2), None)
         await asyncio.sleep(SOON_S)
         assert worker.states == {"torn": REFUSED, "whole": PINNED}
+        board.is_torn = False
+        await asyncio.sleep(SOON_S)
+        board.is_torn = True
+        await board.put(pin_spec("torn", life=3), None)
+        await asyncio.sleep(SOON_S)
+        told, _ = worker.pinner.pins.pins
+        assert (told.state, await worker.held()) == (REFUSED, {"torn": 3, "whole": 3})
+        assert told.message.endswith("put the pin again; the former prompt is still kept (3 blocks)")
         await worker.pinner.stop()
 
     run_virtual(scenario())

@@ -301,6 +301,18 @@ async def test_pins_are_shown_for_each_worker_with_their_budgets(deployment: Dep
     ]
 
 
+async def test_a_former_prompt_that_a_refusal_leaves_is_shown(deployment: Deployment) -> None:
+    await deployment.warm_up(replace(ORDER, num_workers=1))
+    # As after a command that was killed before it took the refused renewal back.
+    await deployment.board.put(pin_spec("system", workers=(W0,), num_tokens=21 * 64), None)
+    w0 = deployment.followers["w0"]
+    await wait_until(lambda: w0.states == {"system": PinState.REFUSED})
+    async with asyncio.timeout(PATIENT_S):
+        while "system  w0      refused" not in (text := pins.pin_text(await pins.pin_state(deployment.run, SETTINGS))):
+            await asyncio.sleep(HEARTBEAT_S)
+    assert "the budget is 20, 0 are pinned under other names; the former prompt is still kept (3 blocks)" in text
+
+
 async def test_a_deployment_without_pins_says_so(deployment: Deployment) -> None:
     await wait_until(lambda: all(one.pinner._board_id is not None for one in deployment.followers.values()))
     text = pins.pin_text(await pins.pin_state(deployment.run, SETTINGS))
