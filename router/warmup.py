@@ -39,6 +39,8 @@ _MAX_TTL_S = 1e9
 _MAX_FILE_BYTES = 64 << 20
 """More text than any context takes, and little enough to read."""
 _POLLS_PER_HEARTBEAT = 4
+_SILENT_LEASES = 3
+"""So many leases of a store's silence and nobody waits for it any longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ async def warm_up(
         NoWorker: no worker lives.
         PinRefused: there are too many pins already.
         UnknownPin: somebody else has put another in its place or given it up meanwhile, or its time is over.
+        DirectoryUnavailable: the store does not answer, or has stopped to; what is known of workers is told.
     """
     async with connected(run, settings) as (directory, board):
         live = await live_infos(directory, run)
@@ -134,11 +137,7 @@ async def warm_up(
         )
         former = await _Former.of(board, order.name)
         await board.put(spec, order.ttl_s)
-        try:
-            found = await _wait(directory, board, run, settings, spec, say)
-        except asyncio.CancelledError:
-            say(f"pin {spec.name} stays wanted, and workers go on with it; `kvroute unpin {spec.name}` gives it up")
-            raise
+        found = await _wait(directory, board, run, settings, spec, say)
         for worker, report in found.items():
             if report.state is PinState.PINNED:
                 show(f"{worker}: {_pinned_text(report, spec)}")
@@ -197,42 +196,72 @@ async def _wait(
     """What each live worker that is to keep the pin says in the end; of some it is still warming when time is up."""
     loop = asyncio.get_running_loop()
     give_up_at_s = loop.time() + settings.start_timeout_s
-    wanted_at_s = loop.time()
+    wanted_at_s = heard_at_s = loop.time()
     found: dict[WorkerId, PinReport] = {}
     said: set[str] = set()
-    while True:
-        try:
-            live = {worker: info for worker, info in (await live_infos(directory, run)).items() if spec.is_for(worker)}
-            told = of_this_life(await board.reports(live), live)
-            is_wanted = await _is_wanted(board, spec)
-        except DirectoryUnavailable as error:
-            news = f"the store does not answer: {error}"
+    is_silent = False
+    try:
+        while True:
+            try:
+                found = await _reports(directory, board, run, spec)
+                is_wanted = await _is_wanted(board, spec)
+            except DirectoryUnavailable as error:
+                silent_s = loop.time() - heard_at_s
+                if silent_s > _SILENT_LEASES * settings.lease_s or loop.time() >= give_up_at_s:
+                    raise DirectoryUnavailable(_silence_text(spec, found, silent_s, error)) from error
+                is_silent = True
+                wanted_at_s = loop.time()  # workers have as long as ever once it is back
+                news = f"the store does not answer: {error}"
+            else:
+                is_silent = False
+                heard_at_s = loop.time()
+                pending = [worker for worker, report in found.items() if report.state is PinState.WARMING]
+                if found and not pending:
+                    return found
+                if is_wanted:
+                    wanted_at_s = loop.time()
+                elif loop.time() > wanted_at_s + settings.lease_s:  # workers may yet give an emptied store its pins
+                    raise UnknownPin(f"pin {spec.name} was given up, or its time was over, before all workers kept it")
+                news = f"{spec.num_tokens} tokens are computed on {', '.join(pending) or 'no live worker'}"
+                if loop.time() >= give_up_at_s:
+                    for worker in pending:
+                        why = f": {found[worker].message}" if found[worker].message else ""
+                        say(f"{worker}: not done within {settings.start_timeout_s:g} s{why}; it goes on with it")
+                    if not found:
+                        raise NoWorker(f"{news}; pin {spec.name} stays wanted")
+                    return found
+            if news not in said:
+                said.add(news)
+                say(news)
+            await asyncio.sleep(settings.heartbeat_s / _POLLS_PER_HEARTBEAT)
+    except asyncio.CancelledError:
+        if is_silent:
+            say(f"workers go on with what they have read of pin {spec.name}; the store does not answer")
         else:
-            warming = PinReport(spec.name, spec.revision, PinState.WARMING)
-            found = {
-                worker: (told[worker].of(spec.name, spec.revision) if worker in told else None) or warming
-                for worker in sorted(live)
-            }
-            pending = [worker for worker, report in found.items() if report.state is PinState.WARMING]
-            if found and not pending:
-                return found
-            if is_wanted:
-                wanted_at_s = loop.time()
-            elif loop.time() > wanted_at_s + settings.lease_s:  # workers may yet give an emptied store its pins back
-                raise UnknownPin(f"pin {spec.name} was given up, or its time was over, before all workers kept it")
-            news = f"{spec.num_tokens} tokens are computed on {', '.join(pending) or 'no live worker'}"
-        if loop.time() >= give_up_at_s:
-            for worker, report in found.items():
-                if report.state is PinState.WARMING:
-                    why = f": {report.message}" if report.message else ""
-                    say(f"{worker}: not done within {settings.start_timeout_s:g} s{why}; it goes on with it")
-            if not found:
-                raise NoWorker(f"{news}; pin {spec.name} stays wanted")
-            return found
-        if news not in said:
-            said.add(news)
-            say(news)
-        await asyncio.sleep(settings.heartbeat_s / _POLLS_PER_HEARTBEAT)
+            say(f"pin {spec.name} stays wanted, and workers go on with it; `kvroute unpin {spec.name}` gives it up")
+        raise
+
+
+async def _reports(directory: Directory, board: PinBoard, run: Run, spec: PinSpec) -> dict[WorkerId, PinReport]:
+    """What each live worker that is to keep the pin says now."""
+    live = {worker: info for worker, info in (await live_infos(directory, run)).items() if spec.is_for(worker)}
+    told = of_this_life(await board.reports(live), live)
+    warming = PinReport(spec.name, spec.revision, PinState.WARMING)
+    return {
+        worker: (told[worker].of(spec.name, spec.revision) if worker in told else None) or warming
+        for worker in sorted(live)
+    }
+
+
+def _silence_text(
+    spec: PinSpec, found: Mapping[WorkerId, PinReport], silent_s: float, error: DirectoryUnavailable
+) -> str:
+    """What is known of a pin when the store has not answered for so long."""
+    states = ", ".join(f"{worker} {report.state}" for worker, report in found.items()) or "nothing"
+    return (
+        f"the store has not answered for {silent_s:.0f} s ({error}); last told of pin {spec.name}: {states}; "
+        "workers go on with what they have read"
+    )
 
 
 async def _is_wanted(board: PinBoard, spec: PinSpec) -> bool:
