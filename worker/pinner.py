@@ -35,6 +35,8 @@ class _Known:
     """`None` where the board's record cannot be read; it is asked for again with every heartbeat."""
     expires_at_s: float | None = None
     """On the loop's clock; only for putting it back, since it is the store that ends a pin."""
+    num_missing: int = 0
+    """How often in a row the record could not be read. Once means little: a pin that is just given up has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,10 @@ class Pinner:
             spec = await self._board.spec(name)
             if spec is not None and spec.revision != pin.revision and known is not None:
                 return known  # renewed in between: the next heartbeat tells of it
-            known = _Known(pin.revision, spec if spec is not None and spec.revision == pin.revision else None)
+            is_same = known is not None and known.revision == pin.revision
+            num_missing = known.num_missing + 1 if known is not None and is_same else 1
+            is_there = spec is not None and spec.revision == pin.revision
+            known = _Known(pin.revision, spec if is_there else None, num_missing=0 if is_there else num_missing)
         left_s = pin.expires_in_s
         return replace(known, expires_at_s=None if left_s is None else asyncio.get_running_loop().time() + left_s)
 
@@ -196,6 +201,8 @@ class Pinner:
     def _report_of(self, name: str) -> PinReport | None:
         """What is told of a pin; `None` if it is not for this worker."""
         known, held, failure = self._known[name], self._held.get(name), self._failures.get(name)
+        if known.spec is None and known.num_missing == 1:
+            return PinReport(name, known.revision, PinState.WARMING)
         if known.spec is None:
             message = "its record in the store cannot be read; put the pin again"
             return PinReport(name, known.revision, PinState.REFUSED, message=message + _still_kept(held))

@@ -441,6 +441,26 @@ def test_an_unreadable_record_is_reported_and_stops_no_other() -> None:
     run_virtual(scenario())
 
 
+def test_a_pin_that_is_given_up_while_its_record_is_fetched_is_never_told_as_refused() -> None:
+    class Vanishing(MemoryPinBoard):
+        async def spec(self, name: str) -> Any:
+            await self.remove(name)
+            return await super().spec(name)
+
+    async def scenario() -> None:
+        board = Vanishing(asyncio.get_running_loop().time)
+        worker = Follower.start(board)
+        told: set[PinState] = set()
+        await board.put(pin_spec("system"), None)
+        for _ in range(30):
+            await asyncio.sleep(HEARTBEAT_S / 10)
+            told |= set(worker.states.values())
+        assert (told, worker.states, await worker.held()) == ({WARMING}, {}, {})
+        await worker.pinner.stop()
+
+    run_virtual(scenario())
+
+
 def test_reports_go_on_while_a_long_prompt_is_computed() -> None:
     async def scenario() -> None:
         async with following() as (board, worker):
