@@ -234,8 +234,9 @@ async def test_a_warmup_ends_when_its_pin_is_given_up_meanwhile(deployment: Depl
     await pins.unpin(deployment.run, SETTINGS, "system")
     with pytest.raises(UnknownPin, match="pin system was given up, or its time was over, before all workers kept it"):
         await warming
+    await wait_until(lambda: slow.engine.num_pins_cancelled == 1 and slow.states == {})
     slow.engine.may_pin.set()
-    await wait_until(lambda: slow.engine.pin_calls == ["system", "-system"] and slow.states == {})
+    assert (await slow.held(), slow.engine.pin_calls) == ({}, ["system"])
 
 
 async def test_a_warmup_ends_when_the_time_of_its_pin_is_over(deployment: Deployment) -> None:
