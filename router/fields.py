@@ -26,9 +26,9 @@ def brief(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def brief_name(name: str) -> str:
+def brief_name(name: str, max_chars: int = _MAX_NAME_CHARS) -> str:
     """A caller's name of a field as it is quoted in a message: cut short, whatever its size."""
-    return name if len(name) <= _MAX_NAME_CHARS else name[: _MAX_NAME_CHARS - 3] + "..."
+    return name if len(name) <= max_chars else name[: max_chars - 3] + "..."
 
 
 def wrong_type(value: Any, param: str, wanted: str) -> InvalidRequest:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +40,8 @@ from shared.types import WorkerId, WorkerInfo
 _MAX_TTL_S = 1e9
 _MAX_FILE_BYTES = 64 << 20
 """More text than any context takes, and little enough to read."""
+_MAX_PATH_CHARS = 255
+"""Of a file that is refused, in its error."""
 _POLLS_PER_HEARTBEAT = 4
 _SILENT_LEASES = 3
 """So many leases of a store's silence and nobody waits for it any longer."""
@@ -324,7 +328,7 @@ def _parse_ttl(flag: str, text: str | None) -> float | None:
     except ValueError:
         ttl_s = math.nan
     if not 0 < ttl_s <= _MAX_TTL_S:
-        raise ConfigError(f"{flag}: {text!r} must be a number of seconds above 0 and up to {_MAX_TTL_S:g}")
+        raise ConfigError(f"{flag}: {fields.brief(text)} must be a number of seconds above 0 and up to {_MAX_TTL_S:g}")
     return ttl_s
 
 
@@ -332,7 +336,7 @@ def _parse_num_workers(flag: str, text: str) -> int | None:
     if text == "all":
         return None
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
-        raise ConfigError(f"{flag}: {text!r} must be `all` or a number above 0")
+        raise ConfigError(f"{flag}: {fields.brief(text)} must be `all` or a number above 0")
     return int(text)
 
 
@@ -344,16 +348,24 @@ def _check_salt(flag: str, salt: str) -> str:
 
 
 def _read_text(flag: str, path: Path) -> str:
+    name = fields.brief_name(str(path), _MAX_PATH_CHARS)
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{flag}: {name} is no regular file")
             raw = file.read(_MAX_FILE_BYTES + 1)
         text = raw.decode()
     except OSError as error:
-        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"{flag}: cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{flag}: {path} is not UTF-8: {error}") from None
+        raise ConfigError(f"{flag}: {name} is not UTF-8: {error}") from None
     if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{flag}: {path} is over the limit of {_MAX_FILE_BYTES} bytes")
+        raise ConfigError(f"{flag}: {name} is over the limit of {_MAX_FILE_BYTES} bytes")
     if not text:
-        raise ConfigError(f"{flag}: {path} is empty")
+        raise ConfigError(f"{flag}: {name} is empty")
     return text
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """An opener for what may turn out to be a pipe: without a writer an `open` would wait for one."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -17,7 +17,7 @@ from shared.directory.pin_board import BoardId, PinBoard, PinReport, PinSpec, Pi
 from shared.errors import ClientError, DirectoryUnavailable, KvrouteError, PinRefused, UnknownPin
 from shared.hashing import block_keys, root_key, unpack_tokens
 from shared.types import BlockKey, WorkerInfo
-from worker.engines.base import Engine
+from worker.engines.base import Engine, PinnedPrefix
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,9 @@ class Pinner:
     """Follows the board with every heartbeat, and pins and unpins one prefix at a time until nothing differs.
 
     Two tasks: reports go on while a long prompt is computed. A store that is away changes nothing, and one that came
-    back empty is given back what this worker knows. `engine_was_reset` makes it ask the engine what it still keeps. A
-    pin that fails never stops the others, and is tried again after pauses that grow; an engine that dies is the
-    business of whoever watches it.
+    back empty is given back what this worker knows. `engine_was_reset` makes it ask the engine what it still keeps.
+    What is given up or replaced while it is computed is computed no further. A pin that fails never stops the others,
+    and is tried again after pauses that grow; an engine that dies is the business of whoever watches it.
     """
 
     def __init__(
@@ -98,6 +98,8 @@ class Pinner:
         self._known: dict[str, _Known] = {}
         self._held: dict[str, _Held] = {}
         self._failures: dict[str, _Failure] = {}
+        self._making: tuple[PinSpec, asyncio.Task[PinnedPrefix]] | None = None
+        """The pin that the engine computes now."""
         self._must_look = True
         """Whether only the engine knows what it keeps."""
         self._lost_at_s: float | None = None
@@ -170,6 +172,7 @@ class Pinner:
         self._board_id = wanted.board
         self._known = {name: await self._learn(name, pin) for name, pin in wanted.pins.items()}
         self._failures = {name: failure for name, failure in self._failures.items() if name in self._known}
+        self._abort_what_is_not_wanted()
 
     async def _put_back(self, board: BoardId) -> None:
         """Give a store that has lost its memory what this worker knows of it."""
@@ -249,11 +252,12 @@ class Pinner:
         except BaseException:
             self._must_look = True
             raise
-        held = {pin.name: self._held.get(pin.name) or _Held(pin.num_blocks, pin.num_tokens) for pin in kept}
-        lost = sorted(self._held.keys() - held.keys())
-        self._held = held
-        if lost:
+        known = {name: held for name, held in self._held.items() if held.content is not None}
+        held = {pin.name: known.get(pin.name) or _Held(pin.num_blocks, pin.num_tokens) for pin in kept}
+        if lost := sorted(known.keys() - held.keys()):
             logger.warning("the engine of worker %s has lost pins, which are made again: %s", self._info.worker, lost)
+        if held != self._held:
+            self._held = held
             self._room_appeared()
             self._has_news.set()
 
@@ -285,19 +289,29 @@ class Pinner:
     async def _pin(self, spec: PinSpec) -> None:
         try:
             token_ids = unpack_tokens(spec.token_ids)
-            pinned = await self._engine.pin(spec.name, token_ids, salt=spec.salt, adapter=spec.adapter)
+            pin = self._engine.pin(spec.name, token_ids, salt=spec.salt, adapter=spec.adapter)
+            making = asyncio.create_task(pin, name=f"making pin {spec.name} on {self._info.worker}")
+            self._making = spec, making
+            pinned = await making
+        except asyncio.CancelledError:
+            self._doubt(spec.name)
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # all of the pinner stops
+            logger.info("worker %s computes pin %s no further, which is not wanted", self._info.worker, spec.name)
+            return
         except ClientError as error:
             self.num_refused += 1
             logger.warning("worker %s does not keep pin %s: %s", self._info.worker, spec.name, error)
             self._note_refusal(spec, error)
             return
         except Exception as error:
-            # What the engine keeps after a failure that it did not foresee, only it knows.
-            self._must_look = True
+            self._doubt(spec.name)
             if not isinstance(error, KvrouteError):
                 self._note_fault(f"makes pin {spec.name}")
             self._note_failure(spec, error)
             return
+        finally:
+            self._making = None
         if spec.name in self._held:
             self._room_appeared()
         root = root_key(self._info.scheme, salt=spec.salt, adapter=spec.adapter)
@@ -309,6 +323,23 @@ class Pinner:
         self.num_pinned += 1
         self._has_news.set()
         logger.info("worker %s keeps %s blocks of pin %s", self._info.worker, pinned.num_blocks, spec.name)
+
+    def _abort_what_is_not_wanted(self) -> None:
+        if self._making is None:
+            return
+        spec, making = self._making
+        known = self._known.get(spec.name)
+        is_wanted = known is not None and (
+            known.spec is None or (known.spec.is_for(self._info.worker) and known.spec.content == spec.content)
+        )
+        if not is_wanted and not making.cancelling():  # once: the engine may still be busy with ending it
+            making.cancel()
+
+    def _doubt(self, name: str) -> None:
+        """Whether the engine keeps the former content under a name or the one it was to keep, only it knows."""
+        self._must_look = True
+        if (held := self._held.get(name)) is not None:
+            self._held[name] = _Held(held.num_blocks, held.num_tokens)
 
     async def _unpin(self, name: str) -> None:
         try:

@@ -33,6 +33,8 @@ FOLLOWED_S = 86_400.0
 """How long a pin and its board outlive the last worker that followed them: a weekend's rest costs a warm-up."""
 _MAX_TEXT_CHARS = 1024
 """Longest salt, adapter and worker id."""
+_MAX_SHOWN_CHARS = 80
+"""Of a refused name in its error."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -45,7 +47,8 @@ BoardId = NewType("BoardId", str)
 def check_name(name: str) -> str:
     """The name, if a pin may have it. Raises `ConfigError`."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"name {name!r}: a pin's name has 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        shown = name if len(name) <= _MAX_SHOWN_CHARS else name[:_MAX_SHOWN_CHARS] + "..."
+        raise ConfigError(f"name {shown!r}: a pin's name has 1 to 64 of the characters A-Z a-z 0-9 . _ -")
     return name
 
 

@@ -281,6 +281,29 @@ async def test_what_cannot_be_pinned_is_refused_and_leaves_the_former_pin(pinnin
     assert await engine.engine.pins() == [pinned]
 
 
+async def test_a_cancelled_pin_leaves_nothing_behind_but_what_the_engine_tells_of(pinning: EngineUnderTest):
+    engine = pinning
+    former = await engine.engine.pin("a", prompt(45, BLOCK_SIZE))
+    for num_steps in range(12):
+        long = prompt(450 + num_steps, 20 * BLOCK_SIZE)
+        pin = asyncio.create_task(engine.engine.pin("a", long))
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        if num_steps == 11:
+            await until(lambda: bool(engine.engine._live) or pin.done())  # noqa: B023
+        pin.cancel()
+        await asyncio.wait({pin})
+        (kept,) = await engine.engine.pins()
+        # One that the engine had made before it was told stands in place of the former one.
+        made = PinnedPrefix("a", 20, 20 * BLOCK_SIZE)
+        assert kept == made or (kept == former and pin.cancelled())
+        assert num_steps > 1 or not keys(long) & await engine.engine.resident(), "it had not been handed over"
+        former = kept
+        assert (engine.engine._live, engine.engine._num_unfinished()) == (set(), 0)
+    await engine.engine.unpin("a")
+    await assert_empty(engine)
+
+
 async def test_a_full_reset_takes_pins_along_and_one_that_vllm_refuses_leaves_them(pinning: EngineUnderTest):
     engine = pinning
     llm = engine.engine._llm

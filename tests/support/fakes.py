@@ -106,6 +106,8 @@ class FakeEngine:
         self.may_pin.set()
         self.pin_calls: list[str] = []
         """Names in the order in which they were to be pinned; a `-` in front tells of an unpin."""
+        self.num_pins_cancelled = 0
+        """Pins that were being computed when somebody cancelled them."""
         self._num_running = 0
         self._waiting: deque[_Live] = deque()
         self._live: dict[RequestId, _Live] = {}
@@ -176,6 +178,13 @@ class FakeEngine:
 
     async def pin(self, name: str, token_ids: list[int], *, salt: str = "", adapter: str = "") -> PinnedPrefix:
         self.pin_calls.append(name)
+        try:
+            return await self._make_pin(name, token_ids, salt, adapter)
+        except asyncio.CancelledError:
+            self.num_pins_cancelled += 1
+            raise
+
+    async def _make_pin(self, name: str, token_ids: list[int], salt: str, adapter: str) -> PinnedPrefix:
         await self.may_pin.wait()
         if self._death is not None:
             raise EngineError(self._death)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
@@ -475,17 +475,141 @@ def test_reports_go_on_while_a_long_prompt_is_computed() -> None:
     run_virtual(scenario())
 
 
-def test_a_pin_removed_while_it_is_computed_is_given_up_after() -> None:
+async def remove(board: FlakyBoard) -> None:
+    await board.inner.remove("system")
+
+
+async def replace_by_others(board: FlakyBoard) -> None:
+    await board.inner.put(pin_spec(life=2, workers=(W2,)), None)
+
+
+async def let_its_time_pass(board: FlakyBoard) -> None:
+    await asyncio.sleep(50.0)
+
+
+@pytest.mark.parametrize("end", [remove, replace_by_others, let_its_time_pass])
+def test_a_pin_that_is_not_wanted_any_more_is_computed_no_further(end: Callable[[FlakyBoard], Awaitable[None]]) -> None:
+    async def scenario() -> None:
+        async with following(prefill_s_per_token=1.0) as (board, worker):
+            await board.inner.put(pin_spec("zeta", life=7, num_tokens=64), None)
+            await asyncio.sleep(100.0)
+            await board.inner.put(pin_spec(), 50.0)
+            await asyncio.sleep(SOON_S)
+            num_tasks = len(asyncio.all_tasks())
+            await end(board)
+            await asyncio.sleep(SOON_S)
+            assert (await worker.held(), worker.states) == ({"zeta": 1}, {"zeta": PINNED})
+            assert (worker.engine.pin_calls, worker.engine.num_pins_cancelled) == (["zeta", "system"], 1)
+            assert len(asyncio.all_tasks()) == num_tasks - 1
+            assert len(await worker.engine.resident()) == 1
+
+    run_virtual(scenario())
+
+
+def test_a_renewal_with_another_prompt_is_computed_in_place_of_the_former_one() -> None:
+    async def scenario() -> None:
+        async with following(prefill_s_per_token=1.0) as (board, worker):
+            await board.inner.put(pin_spec(life=1, num_tokens=1024), None)
+            await asyncio.sleep(SOON_S)
+            renewed = pin_spec("system", life=2, num_tokens=64)
+            await board.inner.put(renewed, None)
+            await asyncio.sleep(64.0 + SOON_S)
+            assert worker.pinner.pins.pins == (PinReport("system", renewed.revision, PINNED, 1, 64),)
+            assert (worker.engine.pin_calls, worker.engine.num_pins_cancelled) == (["system", "system"], 1)
+
+    run_virtual(scenario())
+
+
+def test_a_renewal_with_the_same_prompt_lets_it_be_computed_to_its_end() -> None:
+    async def scenario() -> None:
+        async with following(prefill_s_per_token=1.0) as (board, worker):
+            await board.inner.put(pin_spec(life=1), None)
+            await asyncio.sleep(100.0)
+            renewed = pin_spec(life=2)
+            await board.inner.put(renewed, None)
+            await asyncio.sleep(100.0)
+            assert worker.pinner.pins.pins == (PinReport("system", renewed.revision, PINNED, 3, 192),)
+            assert (worker.engine.pin_calls, worker.engine.num_pins_cancelled) == (["system"], 0)
+
+    run_virtual(scenario())
+
+
+def test_a_store_that_is_away_lets_a_pin_be_computed_to_its_end() -> None:
+    async def scenario() -> None:
+        async with following(prefill_s_per_token=1.0) as (board, worker):
+            await board.inner.put(pin_spec(), 50.0)
+            await asyncio.sleep(SOON_S)
+            board.is_down = True
+            await asyncio.sleep(300.0)
+            assert (worker.states, await worker.held()) == ({"system": PINNED}, {"system": 3})
+
+    run_virtual(scenario())
+
+
+def keep_late_answers_back(worker: Follower) -> None:
+    """Let the engine make each pin and then keep silent, so that who cancels it cancels too late."""
+    pin = worker.engine.pin
+
+    async def made_but_silent(name: str, token_ids: list[int], **more: Any) -> PinnedPrefix:
+        await pin(name, token_ids, **more)
+        return await asyncio.get_running_loop().create_future()
+
+    worker.engine.pin = made_but_silent  # type: ignore[method-assign]
+
+
+def test_a_pin_made_at_the_moment_of_its_cancellation_is_given_up() -> None:
     async def scenario() -> None:
         async with following() as (board, worker):
-            worker.engine.may_pin.clear()
+            keep_late_answers_back(worker)
             await board.inner.put(pin_spec(), None)
             await asyncio.sleep(SOON_S)
+            assert (worker.states, await worker.held()) == ({"system": WARMING}, {"system": 3})
             await board.inner.remove("system")
             await asyncio.sleep(SOON_S)
-            worker.engine.may_pin.set()
-            await asyncio.sleep(0.01)
             assert (await worker.held(), worker.engine.pin_calls) == ({}, ["system", "-system"])
+            assert worker.pinner.pins.num_pinned_blocks == 0
+
+    run_virtual(scenario())
+
+
+def test_a_renewal_made_at_the_moment_of_its_cancellation_is_not_taken_for_the_former_prompt() -> None:
+    async def scenario() -> None:
+        async with following() as (board, worker):
+            await board.inner.put(pin_spec(life=1, num_tokens=200), None)
+            await asyncio.sleep(SOON_S)
+            pin = worker.engine.pin
+            keep_late_answers_back(worker)
+            await board.inner.put(pin_spec(life=2, num_tokens=400), None)
+            await asyncio.sleep(SOON_S)
+            assert await worker.held() == {"system": 6}
+            worker.engine.pin = pin  # type: ignore[method-assign]
+            again = pin_spec(life=3, num_tokens=200)
+            await board.inner.put(again, None)
+            await asyncio.sleep(SOON_S)
+            assert worker.pinner.pins.pins == (PinReport("system", again.revision, PINNED, 3, 192),)
+            assert await worker.held() == {"system": 3}
+
+    run_virtual(scenario())
+
+
+def test_a_renewal_whose_answer_is_lost_is_not_taken_for_the_former_prompt() -> None:
+    async def scenario() -> None:
+        async with following() as (board, worker):
+            await board.inner.put(pin_spec(life=1, num_tokens=200), None)
+            await asyncio.sleep(SOON_S)
+            pin = worker.engine.pin
+
+            async def fail_late(name: str, token_ids: list[int], **more: Any) -> Any:
+                await pin(name, token_ids, **more)
+                raise EngineError("its answer is lost")
+
+            worker.engine.pin = fail_late  # type: ignore[method-assign]
+            await board.inner.put(pin_spec(life=2, num_tokens=400), None)
+            await asyncio.sleep(SOON_S)
+            worker.engine.pin = pin  # type: ignore[method-assign]
+            await board.inner.put(pin_spec(life=3, num_tokens=200), None)
+            await asyncio.sleep(SOON_S)
+            assert (worker.states, await worker.held()) == ({"system": PINNED}, {"system": 3})
 
     run_virtual(scenario())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -233,8 +234,9 @@ async def test_a_warmup_ends_when_its_pin_is_given_up_meanwhile(deployment: Depl
     await pins.unpin(deployment.run, SETTINGS, "system")
     with pytest.raises(UnknownPin, match="pin system was given up, or its time was over, before all workers kept it"):
         await warming
+    await wait_until(lambda: slow.engine.num_pins_cancelled == 1 and slow.states == {})
     slow.engine.may_pin.set()
-    await wait_until(lambda: slow.engine.pin_calls == ["system", "-system"] and slow.states == {})
+    assert (await slow.held(), slow.engine.pin_calls) == ({}, ["system"])
 
 
 async def test_a_warmup_ends_when_the_time_of_its_pin_is_over(deployment: Deployment) -> None:
@@ -460,6 +462,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "prompt.txt").write_text("be brief")
     (tmp_path / "empty").touch()
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "messages.json").write_text('[{"role": "system", "content": "be brief"}]')
     (tmp_path / "wrapped.json").write_text('{"messages": [{"role": "system", "content": "be brief"}]}')
     return tmp_path
@@ -481,13 +485,18 @@ def test_an_order_reads_its_file(folder: Path) -> None:
     [
         ({"name": "two words"}, "name 'two words'"),
         ({"name": ""}, "name ''"),
+        ({"name": "n" * 5000}, "name '" + "n" * 80 + "[.]{3}': a pin's name has 1 to 64"),
         ({"file": None}, "--file, --messages: one is needed"),
         ({"messages": "messages.json"}, "exclude each other"),
         ({"file": "missing"}, "--file: cannot read .*missing: No such file"),
         ({"file": "."}, "--file: cannot read .*: Is a directory"),
         ({"file": "empty"}, "--file: .*empty is empty"),
         ({"file": "binary"}, "--file: .*binary is not UTF-8"),
+        ({"file": "pipe"}, "--file: .*pipe is no regular file"),
+        ({"file": "device"}, "--file: .*device is no regular file"),
+        ({"file": "p" * 5000}, "--file: cannot read .{252}[.]{3}: File name too long$"),
         ({"file": None, "messages": "missing"}, "--messages: cannot read"),
+        ({"file": None, "messages": "pipe"}, "--messages: .*pipe is no regular file"),
         ({"file": None, "messages": "prompt.txt"}, "--messages: .*prompt.txt is not JSON"),
         ({"ttl_s": "0"}, "--ttl-s: '0' must be a number of seconds above 0"),
         ({"ttl_s": "-1"}, "--ttl-s: '-1'"),
@@ -497,7 +506,8 @@ def test_an_order_reads_its_file(folder: Path) -> None:
         ({"on_workers": "0"}, "--workers: '0' must be `all` or a number above 0"),
         ({"on_workers": "-1"}, "--workers: '-1'"),
         ({"on_workers": "most"}, "--workers: 'most'"),
-        ({"on_workers": "9" * 5000}, "--workers: '999"),
+        ({"on_workers": "9" * 5000}, r"--workers: '9{1,20}[.]{3}9{1,20}' must be"),
+        ({"ttl_s": "9" * 5000}, r"--ttl-s: '9{1,20}[.]{3}9{1,20}' must be"),
         ({"cache_salt": "s" * 513}, "--cache-salt.* longer than 512"),
         ({"cache_salt": "\udc80"}, "--cache-salt.* surrogate"),
     ],

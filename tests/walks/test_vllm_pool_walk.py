@@ -176,6 +176,26 @@ def test_a_missing_field_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     assert vllm_scheduler.check_surface() == "Output has no kv_transfer_params"
 
 
+def test_an_attribute_that_is_not_assigned_any_more_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    from worker.engines import vllm_scheduler
+
+    class Core:
+        def __init__(self, scheduler: object) -> None:
+            self.its_scheduler = scheduler
+
+    monkeypatch.setattr(vllm_scheduler, "_ASSIGNED", [(Core, ("its_scheduler",)), (Core, ("scheduler",))])
+    assert vllm_scheduler.check_surface() == "Core.__init__ does not assign scheduler"
+
+
+def test_a_vllm_without_its_source_is_refused(monkeypatch: pytest.MonkeyPatch):
+    from worker.engines import vllm_scheduler
+
+    without_source: dict[str, type] = {}
+    exec("class Queue:\n def __init__(self): self.num_free_blocks = 0", without_source)
+    monkeypatch.setattr(vllm_scheduler, "_ASSIGNED", [(without_source["Queue"], ("num_free_blocks",))])
+    assert vllm_scheduler.check_surface() == "Queue.__init__ does not assign num_free_blocks"
+
+
 def test_preempted_request_that_returns_to_its_blocks_shares_with_nobody():
     pool = make_pool(20)
     request = pool.request("a", list(range(10)))

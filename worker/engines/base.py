@@ -129,6 +129,9 @@ class Engine(Protocol):
         Raises `PinRefused`, with the figures, where the budget does not suffice, the pool cannot keep anything or the
         prompt fills no block; `ContextTooLong` or `InvalidRequest` for a prompt that cannot be computed; `EngineError`.
         After a refusal, what was kept under the name is kept still.
+
+        Cancelled, it ends once the engine has been told to compute no further; what the engine had put under the name
+        by then stays there, and `pins` tells of it.
         """
         ...
 

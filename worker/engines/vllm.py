@@ -245,6 +245,9 @@ class VllmEngine:
             async with aclosing(stream):  # closed early it aborts the engine's request
                 async for output in stream:
                     yield output
+        except asyncio.CancelledError:
+            await self.cancel(request.request)  # vLLM lets one go on that it was just handing to its engine
+            raise
         except VLLMClientError as error:
             raise InvalidRequest(str(error)) from error
         except EngineDeadError as error:
@@ -295,13 +298,14 @@ class VllmEngine:
         """Wait for an answer of the engine's process, which vLLM would wait for for ever if it dies meanwhile."""
         assert self._death is not None
         task = asyncio.ensure_future(answer)
-        await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            try:
+        try:
+            await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
                 return task.result()
-            except Exception as error:
-                raise EngineError(f"the engine did not answer: {error}") from error
-        task.cancel()
+        except Exception as error:
+            raise EngineError(f"the engine did not answer: {error}") from error
+        finally:
+            task.cancel()
         raise EngineError(self._death.result())
 
     # Dying.

@@ -1,12 +1,15 @@
 """The plugin that brings our block pool into vLLM's engine process, and the check that this vLLM is one we know.
 
 vLLM is told the name of `scheduler` in this module (`scheduler_cls`) and calls it in the engine's process. The worker's
-process asks it through `EngineCore.kvr`. What this relies on beyond vLLM's public interface is listed in `_SURFACE`.
+process asks it through `EngineCore.kvr`. What this relies on beyond vLLM's public interface is listed in `_SURFACE` and
+`_ASSIGNED`.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 import time
 from collections.abc import Sequence
 from functools import reduce
@@ -17,14 +20,18 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, EventPublisher, KVEventBatch
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, get_kv_cache_spec_kind
 from vllm.v1.request import Request, RequestStatus
 
 from shared.errors import PinRefused, UnknownPin
@@ -66,11 +73,40 @@ _SURFACE: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (KVCacheManager, "take_events", ()),
     (KVCacheManager, "reset_prefix_cache", ()),
     (EventPublisher, "publish", ("events",)),
+    (AsyncMPClient, "call_utility_async", ("method",)),
     (Scheduler, "add_request", ("request",)),
     (Scheduler, "reset_prefix_cache", ("reset_running_requests", "reset_connector")),
     (Scheduler, "_free_request", ("request", "delay_free_blocks")),
 )
 """Owner, method and the first of its parameters, in order."""
+
+_ASSIGNED: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (
+        BlockPool,
+        (
+            "blocks",
+            "cached_block_hash_to_block",
+            "enable_kv_cache_events",
+            "free_block_queue",
+            "hash_block_size",
+            "kv_event_queue",
+            "medium",
+            "metrics_collector",
+            "_reuse_watchers",
+        ),
+    ),
+    (FreeKVCacheBlockQueue, ("num_free_blocks",)),
+    (KVCacheManager, ("block_pool", "coordinator", "num_kv_cache_groups")),
+    (KVCacheCoordinator, ("block_pool", "single_type_managers")),
+    (SingleTypeKVCacheManager, ("block_pool",)),
+    (Scheduler, ("kv_cache_config", "kv_cache_manager", "kv_event_publisher")),
+    (EngineCore, ("scheduler",)),
+    (
+        Request,
+        ("block_hashes", "num_prompt_tokens", "priority", "request_id", "sampling_params", "status"),
+    ),
+)
+"""Owner and attributes that its `__init__` gives each instance."""
 
 
 def check_surface() -> str | None:
@@ -84,14 +120,23 @@ def check_surface() -> str | None:
         found = tuple(inspect.signature(method).parameters)[1:]
         if found[: len(expected)] != expected:
             return f"{owner.__name__}.{name} takes ({', '.join(found)}), expected was ({', '.join(expected)}, ...)"
+    for owner, attributes in _ASSIGNED:
+        if missing := set(attributes) - _assigned_by_init(owner):
+            return f"{owner.__name__}.__init__ does not assign {', '.join(sorted(missing))}"
     queue_methods = {name for name in vars(FreeKVCacheBlockQueue) if not name.startswith("_")}
     if missing := queue_methods - set(vars(FreeQueue)):
         return f"FreeKVCacheBlockQueue has {', '.join(sorted(missing))}, which our queue does not"
+    if not isinstance(getattr(KVCacheBlock, "block_hash", None), property):
+        return "KVCacheBlock.block_hash is no property"
     stored_fields = {"block_hashes", "parent_block_hash", "token_ids", "block_size", "extra_keys", "lora_name"}
     for parts_of, parts, expected_parts in (
         (BlockStored, BlockStored.__struct_fields__, stored_fields),
         (BlockRemoved, BlockRemoved.__struct_fields__, {"block_hashes", "medium", "group_idx"}),
         (KVCacheBlock, KVCacheBlock.__dataclass_fields__, {"block_id", "ref_cnt", "is_null", "pool"}),
+        (KVCacheConfig, KVCacheConfig.__dataclass_fields__, {"num_blocks", "kv_cache_groups"}),
+        (KVCacheGroupSpec, KVCacheGroupSpec.__dataclass_fields__, {"kv_cache_spec"}),
+        (KVCacheSpec, KVCacheSpec.__dataclass_fields__, {"block_size"}),
+        (SamplingParams, SamplingParams.__struct_fields__, {"extra_args"}),
         (RequestStatus, RequestStatus.__members__, {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}),
         # How a pin went travels in this one.
         (EngineCoreOutput, EngineCoreOutput.__struct_fields__, {"kv_transfer_params"}),
@@ -100,6 +145,22 @@ def check_surface() -> str | None:
         if missing := expected_parts - set(parts):
             return f"{parts_of.__name__} has no {', '.join(sorted(missing))}"
     return None
+
+
+def _assigned_by_init(owner: Any) -> set[str]:
+    """Attributes of `self` that a class's `__init__` assigns, by its source; none where that cannot be read."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner.__init__)))
+    except (OSError, TypeError):
+        return set()
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
 
 
 def plugin_config(scheme: CacheScheme, rule: str, pin_budget_blocks: int | None) -> dict[str, Any]:
@@ -120,8 +181,6 @@ def plugin_config(scheme: CacheScheme, rule: str, pin_budget_blocks: int | None)
 
 def scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     """The scheduler of an engine, synchronous or not as vLLM decided. Called by vLLM, in the engine's process."""
-    from vllm.v1.engine.core import EngineCore
-
     setattr(EngineCore, PLUGIN, _serve)
     is_async = vllm_config.scheduler_config.async_scheduling
     return (_AsyncKeyedScheduler if is_async else _KeyedScheduler)(vllm_config=vllm_config, **kwargs)
