@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import add
 from typing import Any, cast
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -259,7 +261,7 @@ class KeyedBlockPool(BlockPool):
     # What the scheduler asks on our behalf.
 
     def snapshot(self) -> tuple[list[bytes | int], list[BlockKey]]:
-        """Hash, as in events, and key of every block that can be served now. Linear; keeps the keys that it computes."""
+        """Hash, as in events, and key of every block that can be served now. Linear; keeps keys that it computes."""
         hash_to_key: dict[bytes | int, BlockKey] = {}
         for block in self.blocks:
             key = self._key_of(block.block_id)
@@ -270,7 +272,7 @@ class KeyedBlockPool(BlockPool):
     def expect(self, request: Request) -> None:
         """A request waits that will use these blocks: spare them. Linear in the cached part of its prompt; modifies."""
         if self._single_group:
-            hashes = (block_hash + _FIRST_GROUP for block_hash in request.block_hashes)
+            hashes = map(add, request.block_hashes, repeat(_FIRST_GROUP))
             self._free.refresh(self._free.find_all(cast(Iterator[BlockHashWithGroupId], hashes)))
 
     def evict_all_free(self) -> None:
