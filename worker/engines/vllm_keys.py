@@ -55,6 +55,55 @@ def chain_keys(
     return keys
 
 
+class LazyKey:
+    """The key of one full block, computed when it is first asked for; until then what it follows from.
+
+    Most blocks go without their key having been asked for, and to compute it would be the greatest part of what a block
+    costs in an engine's step. The tokens, some 40 bytes each, stay until then; the cache itself has thousands of bytes
+    for each. They are a tuple, which the garbage collector need not visit.
+    """
+
+    __slots__ = ("_adapter", "_before", "_extra_keys", "_key", "_token_ids")
+
+    def __init__(
+        self,
+        before: LazyKey | None,
+        token_ids: tuple[int, ...],
+        extra_keys: Sequence[Any] | None,
+        adapter: str | None,
+    ) -> None:
+        """The block follows `before`, None if it starts the prompt; the others as in `chain_keys`."""
+        self._before = before
+        self._token_ids: tuple[int, ...] | None = token_ids
+        self._extra_keys = extra_keys
+        self._adapter = adapter
+        self._key: BlockKey | None = None
+
+    def value(self, scheme: CacheScheme) -> BlockKey | None:
+        """The key; None if tokens, salt and adapter do not describe the block. Computes those before it as well.
+
+        Modifies: what the keys follow from is given up.
+        """
+        waiting: list[LazyKey] = []
+        block: LazyKey | None = self
+        while block is not None and block._token_ids is not None:
+            waiting.append(block)
+            block = block._before
+        for block in reversed(waiting):
+            before, token_ids = block._before, block._token_ids
+            assert token_ids is not None
+            (block._key,) = chain_keys(
+                scheme,
+                None if before is None else before._key,
+                is_first=before is None,
+                token_ids=token_ids,
+                extra_keys=[block._extra_keys],
+                adapter=block._adapter,
+            )
+            block._before = block._token_ids = block._extra_keys = None
+        return self._key
+
+
 def refusal_of_groups(scheme: CacheScheme, groups: Sequence[tuple[str, int]]) -> str | None:
     """Why our keys cannot describe a cache of these groups; None if they can. A group is vLLM's kind and a block size.
 

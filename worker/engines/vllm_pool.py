@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import add
 from typing import Any, cast
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -25,7 +27,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request
 
 from shared.types import BlockKey, CacheScheme
-from worker.engines.vllm_keys import chain_keys
+from worker.engines.vllm_keys import LazyKey
 from worker.eviction import FreeBlocks
 from worker.pins import Pin, Pins
 
@@ -94,14 +96,14 @@ class KeyedBlockPool(BlockPool):
     """A `BlockPool` that evicts by our rule, reports no event twice, and knows our key of each cached block.
 
     Invariants: the set of stored less removed hashes in its events is exactly what it holds; `_keys` has an entry for
-    each cached block that tokens, salt and adapter describe, and for no other; a pin holds one reference on each of its
-    blocks, which are those that look-ups of their hashes return.
+    no block that is not cached; a pin holds one reference on each of its blocks, which are those that look-ups of their
+    hashes return.
     """
 
     free_block_queue: FreeQueue  # type: ignore[assignment]
     _free: FreeBlocks[BlockHashWithGroupId]
     _scheme: CacheScheme
-    _keys: list[BlockKey | None]
+    _keys: list[LazyKey | None]
     _served_request: str | None
     _single_group: bool
     _pins: Pins
@@ -259,10 +261,10 @@ class KeyedBlockPool(BlockPool):
     # What the scheduler asks on our behalf.
 
     def snapshot(self) -> tuple[list[bytes | int], list[BlockKey]]:
-        """Hash, as in events, and key of every block that can be served now. Linear; does not modify."""
+        """Hash, as in events, and key of every block that can be served now. Linear; keeps keys that it computes."""
         hash_to_key: dict[bytes | int, BlockKey] = {}
         for block in self.blocks:
-            key = self._keys[block.block_id]
+            key = self._key_of(block.block_id)
             if key is not None and block.block_hash is not None:
                 hash_to_key[maybe_convert_block_hash(get_block_hash(block.block_hash))] = key
         return list(hash_to_key), list(hash_to_key.values())
@@ -270,7 +272,7 @@ class KeyedBlockPool(BlockPool):
     def expect(self, request: Request) -> None:
         """A request waits that will use these blocks: spare them. Linear in the cached part of its prompt; modifies."""
         if self._single_group:
-            hashes = (block_hash + _FIRST_GROUP for block_hash in request.block_hashes)
+            hashes = map(add, request.block_hashes, repeat(_FIRST_GROUP))
             self._free.refresh(self._free.find_all(cast(Iterator[BlockHashWithGroupId], hashes)))
 
     def evict_all_free(self) -> None:
@@ -306,7 +308,7 @@ class KeyedBlockPool(BlockPool):
             PinRefused: the budget does not suffice.
         """
         wanted = set(keys)
-        self._pins.check(name, len(wanted), [block for block in self._pins.blocks() if self._keys[block] in wanted])
+        self._pins.check(name, len(wanted), [block for block in self._pins.blocks() if self._key_of(block) in wanted])
 
     def pin(self, name: str, request: Request) -> int | None:
         """Keep the full blocks of a request's prompt under `name`, in place of what was kept there; tells how many.
@@ -363,19 +365,20 @@ class KeyedBlockPool(BlockPool):
 
         coordinator.allocate_new_computed_blocks = allocate_for  # type: ignore[method-assign]
 
+    def _key_of(self, block: int) -> BlockKey | None:
+        lazy_key = self._keys[block]
+        return None if lazy_key is None else lazy_key.value(self._scheme)
+
     def _set_keys(self, blocks: list[KVCacheBlock], parent: KVCacheBlock | None, event: BlockStored) -> None:
-        if event.block_size != self._scheme.block_size_tokens:
+        size_tokens = event.block_size
+        before = None if parent is None else self._keys[parent.block_id]
+        if size_tokens != self._scheme.block_size_tokens or (parent is not None and before is None):
             return
-        keys = chain_keys(
-            self._scheme,
-            None if parent is None else self._keys[parent.block_id],
-            is_first=parent is None,
-            token_ids=event.token_ids,
-            extra_keys=event.extra_keys,
-            adapter=event.lora_name,
-        )
-        for block, key in zip(blocks, keys, strict=True):
-            self._keys[block.block_id] = key
+        token_ids, extra_keys, adapter = event.token_ids, event.extra_keys, event.lora_name
+        for number, block in enumerate(blocks):
+            own_token_ids = tuple(token_ids[number * size_tokens : (number + 1) * size_tokens])
+            before = LazyKey(before, own_token_ids, extra_keys[number] if extra_keys else None, adapter)
+            self._keys[block.block_id] = before
 
 
 def _drop_leading(event: BlockStored, num_known: int) -> None:
