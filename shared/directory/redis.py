@@ -1,4 +1,4 @@
-"""The directory in Redis 7+ or Valkey: keys, scripts, deadlines. Holds connections and counters, never entries.
+"""The directory in Redis 7+ or Valkey: keys, scripts and what they answer. Holds counters, never entries.
 
     kvr:{<ns>:<worker>}:meta     hash    instance, epoch, seq, info, draining, staged (the epoch of
                                          the snapshot in the making)
@@ -17,15 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from importlib import resources
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from shared.directory.base import (
     MAX_KEYS_PER_CALL,
@@ -37,18 +33,15 @@ from shared.directory.base import (
     check_scheme,
 )
 from shared.directory.breaker import Breaker
-from shared.errors import ConfigError, DirectoryUnavailable, ProtocolError
+from shared.directory.connection import Command, StoreConnection
+from shared.errors import DirectoryUnavailable, ProtocolError
 from shared.hashing import KEY_SIZE_BYTES
 from shared.messages import decode_record, encode_record
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
 
-_MIN_SERVER_MAJOR = 7  # PEXPIRETIME
-_MAX_CONNECTIONS = 8
 _SCRIPTS = ("register", "heartbeat", "announce", "apply", "stage", "commit", "set_draining", "forget", "match")
 _RECORD_FIELDS = ("instance", "epoch", "seq", "draining", "info")
 _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
-
-Answer = TypeVar("Answer")
 
 
 class RedisDirectory:
@@ -75,33 +68,19 @@ class RedisDirectory:
         self._publish_deadline_s = publish_deadline_s
         self._max_stream_entries = max_stream_entries
         self._breaker = Breaker(rest_s)
-        self._late: set[asyncio.Task[Any]] = set()
-        self._is_checked = False
-        self.num_misses = 0
         self.num_spared = 0
         self.num_malformed = 0
-        try:
-            # Retries and socket timeouts would wait beyond the deadlines that are kept here.
-            pool = BlockingConnectionPool.from_url(
-                url,
-                max_connections=_MAX_CONNECTIONS,
-                timeout=publish_deadline_s,
-                protocol=2,
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=None,
-                socket_connect_timeout=publish_deadline_s,
-            )
-        except (ValueError, TypeError):
-            # The parser's own words may quote parts of a password.
-            raise ConfigError("--redis-url: malformed; expected redis://, rediss:// or unix:// and a server") from None
-        self._client = Redis.from_pool(pool)
-        self._script_of = {name: self._client.register_script(_read_script(name)) for name in _SCRIPTS}
+        self._connection = StoreConnection(url, longest_deadline_s=publish_deadline_s, scripts=_SCRIPTS)
         self._workers_key = f"kvr:{{{scheme.namespace}}}:workers"
 
     @property
     def is_resting(self) -> bool:
         """Whether the store missed so often that `match` fails at once; told in the log when it begins and ends."""
         return self._breaker.is_open
+
+    @property
+    def num_misses(self) -> int:
+        return self._connection.num_misses
 
     @property
     def num_breaker_openings(self) -> int:
@@ -112,7 +91,7 @@ class RedisDirectory:
 
         Raises `ConfigError` if it is too old, `DirectoryUnavailable` if it does not answer.
         """
-        await self._call("connect", self._publish_deadline_s, self._client.ping)
+        await self._connection.connect()
 
     async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
         check_scheme(info, self._scheme)
@@ -126,7 +105,7 @@ class RedisDirectory:
                 await self._announce(info.worker, lease_ms)
             return reply
 
-        return await self._call("register", self._publish_deadline_s, work)
+        return await self._connection.call("register", self._publish_deadline_s, work)
 
     async def heartbeat(self, worker: WorkerId, epoch: Epoch, seq: int, lease_s: float) -> Reply:
         lease_ms = _milliseconds(lease_s)
@@ -138,7 +117,7 @@ class RedisDirectory:
                 await self._announce(worker, lease_ms)
             return reply
 
-        return await self._call("heartbeat", self._publish_deadline_s, work)
+        return await self._connection.call("heartbeat", self._publish_deadline_s, work)
 
     async def apply(self, batch: EventBatch) -> Reply:
         check_batch(batch)
@@ -171,7 +150,7 @@ class RedisDirectory:
             await self._reap([worker])
             return reply
 
-        return await self._call("forget", self._publish_deadline_s, work)
+        return await self._connection.call("forget", self._publish_deadline_s, work)
 
     async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
         candidates = list(workers)
@@ -184,7 +163,7 @@ class RedisDirectory:
             self.num_spared += 1
             raise DirectoryUnavailable("match: the store has not answered lately")
         try:
-            found = await self._call("match", self._match_deadline_s, lambda: self._match(chain, candidates))
+            found = await self._connection.call("match", self._match_deadline_s, lambda: self._match(chain, candidates))
         except DirectoryUnavailable as error:
             breaker.miss(clock(), str(error))
             raise
@@ -195,75 +174,25 @@ class RedisDirectory:
         return found
 
     async def workers(self) -> list[WorkerRecord]:
-        return await self._call("workers", self._publish_deadline_s, self._read_workers)
+        return await self._connection.call("workers", self._publish_deadline_s, self._read_workers)
 
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
         async def work() -> set[BlockKey]:
-            members: Any = await self._client.smembers(*self._keys(worker, "blocks"))
-            return set(members)
+            (blocks,) = self._keys(worker, "blocks")
+            return set(await self._connection.execute(blocks, "SMEMBERS", blocks))
 
-        return await self._call("resident", self._publish_deadline_s, work)
+        return await self._connection.call("resident", self._publish_deadline_s, work)
 
     async def close(self) -> None:
-        for task in self._late:
-            task.cancel()
-        await asyncio.gather(*self._late, return_exceptions=True)
-        await self._client.aclose()
-        await self._client.connection_pool.disconnect()
-
-    # The way of a call.
-
-    async def _call(self, operation: str, deadline_s: float, work: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Do `work` within the deadline.
-
-        A call that is given up is not cancelled but left to end within the publishers' deadline: if it was connecting,
-        the next call finds the connection made, even where that takes longer than a request may wait.
-        """
-        task = asyncio.get_running_loop().create_task(self._bounded(work))
-        self._late.add(task)
-        task.add_done_callback(self._forget_task)
-        try:
-            await asyncio.wait({task}, timeout=deadline_s)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        try:
-            if not task.done():
-                raise TimeoutError
-            return task.result()
-        except TimeoutError:
-            raise self._miss(operation, f"no answer within {deadline_s:g} s") from None
-        except (RedisError, OSError, asyncio.CancelledError) as error:
-            raise self._miss(operation, f"{type(error).__name__}: {error}") from error
-
-    async def _bounded(self, work: Callable[[], Awaitable[Answer]]) -> Answer:
-        async with asyncio.timeout(self._publish_deadline_s):
-            if not self._is_checked:
-                await self._check_server()
-            return await work()
-
-    def _forget_task(self, task: asyncio.Task[Any]) -> None:
-        self._late.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks the error of a call that was given up as seen
-
-    def _miss(self, operation: str, reason: str) -> DirectoryUnavailable:
-        self.num_misses += 1
-        return DirectoryUnavailable(f"{operation}: {reason}")
-
-    async def _check_server(self) -> None:
-        server = await self._client.info("server")
-        version = str(server.get("redis_version", "unknown"))  # Valkey tells the Redis version that it is compatible to
-        major = version.partition(".")[0]
-        if not major.isdecimal() or int(major) < _MIN_SERVER_MAJOR:
-            raise ConfigError(f"--redis-url: the server is Redis {version}; Redis 7 or later, or Valkey, is needed")
-        self._is_checked = True
+        await self._connection.close()
 
     async def _publish(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Reply:
-        return await self._call(script, self._publish_deadline_s, lambda: self._run(script, keys, *arguments))
+        return await self._connection.call(
+            script, self._publish_deadline_s, lambda: self._run(script, keys, *arguments)
+        )
 
     async def _run(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Reply:
-        raw = await self._script_of[script](keys=keys, args=arguments)
+        raw = await self._connection.run(script, keys, *arguments)
         return Reply(raw.decode())
 
     # Reading.
@@ -287,10 +216,10 @@ class RedisDirectory:
         return found
 
     async def _match_round(self, part: bytes, asked: list[WorkerId]) -> dict[WorkerId, tuple[Instance, int]]:
-        replies = await self._evaluate_match(part, asked)
-        if any(isinstance(reply, NoScriptError) for reply in replies):
-            await self._client.script_load(self._script_of["match"].script)
-            replies = await self._evaluate_match(part, asked)
+        commands = [
+            self._connection.script_command("match", self._keys(worker, "meta", "blocks"), part) for worker in asked
+        ]
+        replies = await self._connection.pipeline(commands)
         found = {}
         for worker, reply in zip(asked, replies, strict=True):
             if reply is None:
@@ -307,21 +236,12 @@ class RedisDirectory:
             found[worker] = (Instance(instance), int(reply[1]))
         return found
 
-    async def _evaluate_match(self, part: bytes, asked: list[WorkerId]) -> list[Any]:
-        sha = self._script_of["match"].sha
-        async with self._client.pipeline(transaction=False) as pipeline:
-            for worker in asked:
-                pipeline.execute_command("EVALSHA", sha, 2, *self._keys(worker, "meta", "blocks"), part)
-            return await pipeline.execute(raise_on_error=False)
-
     async def _read_workers(self) -> list[WorkerRecord]:
-        names = [_text(raw) for raw in await self._client.smembers(self._workers_key)]
+        names = [_text(raw) for raw in await self._connection.execute(self._workers_key, "SMEMBERS", self._workers_key)]
         ids = sorted(WorkerId(name) for name in names if name is not None)
         self.num_malformed += len(names) - len(ids)
-        async with self._client.pipeline(transaction=False) as pipeline:
-            for worker in ids:
-                pipeline.hmget(*self._keys(worker, "meta"), *_RECORD_FIELDS)
-            rows = await pipeline.execute(raise_on_error=False)
+        metas = [self._keys(worker, "meta")[0] for worker in ids]
+        rows = await self._connection.pipeline([Command(meta, ("HMGET", meta, *_RECORD_FIELDS)) for meta in metas])
         records = []
         for worker, row in zip(ids, rows, strict=True):
             if isinstance(row, ResponseError) and "WRONGTYPE" not in str(row):
@@ -347,7 +267,7 @@ class RedisDirectory:
     # The list of workers.
 
     async def _announce(self, worker: WorkerId, lease_ms: int) -> None:
-        await self._script_of["announce"](keys=[self._workers_key], args=[worker, lease_ms])
+        await self._connection.run("announce", [self._workers_key], worker, lease_ms)
 
     async def _reap(self, workers: list[WorkerId]) -> None:
         """Take workers off the list unless they hold a lease.
@@ -358,12 +278,12 @@ class RedisDirectory:
         """
         if not workers:
             return
-        async with self._client.pipeline(transaction=False) as pipeline:
-            pipeline.srem(self._workers_key, *workers)
-            for worker in workers:
-                pipeline.pttl(*self._keys(worker, "meta"))
-            _, *leases_ms = await pipeline.execute()
+        await self._connection.execute(self._workers_key, "SREM", self._workers_key, *workers)
+        metas = [self._keys(worker, "meta")[0] for worker in workers]
+        leases_ms = await self._connection.pipeline([Command(meta, ("PTTL", meta)) for meta in metas])
         for worker, lease_ms in zip(workers, leases_ms, strict=True):
+            if isinstance(lease_ms, Exception):
+                raise lease_ms
             if lease_ms > 0:
                 await self._announce(worker, lease_ms)
 
@@ -371,10 +291,6 @@ class RedisDirectory:
         # The id is quoted: a brace in it would end the hash tag early, a colon make two ids look like one.
         tag = f"{self._scheme.namespace}:{quote(worker, safe='')}"
         return [f"kvr:{{{tag}}}:{kind}" for kind in kinds]
-
-
-def _read_script(name: str) -> str:
-    return resources.files("shared.directory").joinpath("lua", f"{name}.lua").read_text()
 
 
 def _milliseconds(duration_s: float) -> int:

@@ -210,7 +210,7 @@ async def test_server_that_is_too_old_is_one_clear_error() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     directory = RedisDirectory(f"redis://127.0.0.1:{port}?protocol=2", SCHEME, publish_deadline_s=5.0)
-    directory._client.connection_pool.connection_kwargs["driver_info"] = None
+    directory._connection._client.connection_pool.connection_kwargs["driver_info"] = None
     with pytest.raises(ConfigError, match=r"Redis 6\.2\.14; Redis 7 or later, or Valkey, is needed"):
         await directory.workers()
     await directory.close()
