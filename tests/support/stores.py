@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
 
 from shared.directory.base import Directory, Reply
 from shared.directory.embedded import EmbeddedStore, find_server
@@ -16,6 +18,7 @@ from shared.directory.memory import MemoryDirectory
 from shared.directory.redis import RedisDirectory
 from shared.errors import ConfigError
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Holder, Instance, WorkerId, WorkerInfo
+from tests.support.servers import ClusterProcesses, ServerProcess
 
 SCHEME = CacheScheme("org/model", 64)
 LONG_LEASE_S = 600.0
@@ -88,7 +91,7 @@ class Bench:
     connect: Callable[[CacheScheme], Directory]
     """Another directory on the same store, for another scheme."""
     clock: Clock | None
-    client: Redis | None
+    client: Redis | RedisCluster | None
 
     async def let_expire(self, name: str, in_epoch: Epoch, seq: int) -> None:
         """Let one worker's lease run out, and no other's."""
@@ -111,16 +114,24 @@ async def memory_bench() -> AsyncIterator[Bench]:
     yield Bench(MemoryDirectory(SCHEME, clock), lambda scheme: MemoryDirectory(scheme, clock), clock, None)
 
 
+class Store(Protocol):
+    """A running server, or cluster of them, at a URL that directories take."""
+
+    @property
+    def url(self) -> str: ...
+
+
 @asynccontextmanager
-async def redis_bench(store: EmbeddedStore) -> AsyncIterator[Bench]:
-    """A directory on the server, which is emptied first."""
+async def redis_bench(store: Store) -> AsyncIterator[Bench]:
+    """A directory on the store, which is emptied first."""
     opened = [RedisDirectory(store.url, SCHEME, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S)]
 
     def connect(scheme: CacheScheme) -> Directory:
         opened.append(RedisDirectory(store.url, scheme, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S))
         return opened[-1]
 
-    client = Redis.from_url(store.url)
+    is_process = isinstance(store, (ServerProcess, ClusterProcesses))
+    client = store.client() if is_process else Redis.from_url(store.url)
     await client.flushall()
     try:
         yield Bench(opened[0], connect, None, client)
