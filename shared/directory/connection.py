@@ -243,10 +243,11 @@ class StoreConnection:
             return [error] * len(commands)
 
     async def _send(self, server: Server, errands: list[_Errand], answers: list[Any]) -> None:
-        lost = {str(errand.command.arguments[1]) for errand in errands if is_lost(answers[errand.place])}
+        """Ask one server, after loading the scripts that it said to have lost. Modifies `answers`."""
+        lost = sorted({str(errand.command.arguments[1]) for errand in errands if is_lost(answers[errand.place])})
         try:
             async with server.client.pipeline(transaction=False) as pipeline:
-                for sha in sorted(lost):
+                for sha in lost:
                     pipeline.execute_command("SCRIPT", "LOAD", self._sha_to_script[sha])
                 for errand in errands:
                     if errand.is_asking:
@@ -255,12 +256,14 @@ class StoreConnection:
                 found = iter(await pipeline.execute(raise_on_error=False))
         except (RedisError, OSError) as error:
             found = iter([error] * (len(lost) + 2 * len(errands)))
-        for _ in lost:
-            next(found)
+        sha_to_loaded = {sha: next(found) for sha in lost}
         for errand in errands:
             if errand.is_asking:
                 next(found)
-            answers[errand.place] = next(found)
+            answer = next(found)
+            # That the script is missing tells less than why it could not be loaded.
+            loaded = sha_to_loaded.get(str(errand.command.arguments[1])) if is_lost(answer) else None
+            answers[errand.place] = loaded if isinstance(loaded, Exception) else answer
 
     def _redirect(self, errand: _Errand, answer: Any) -> bool:
         """Whether a command is to be sent once more. Modifies where to."""

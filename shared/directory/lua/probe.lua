@@ -4,25 +4,34 @@
 -- KEYS[2] stream
 -- KEYS[3] set
 -- KEYS[4] set
--- Returns OK.
+-- Returns OK, or the first error.
 
-local now = redis.call('TIME')
-redis.call('UNLINK', unpack(KEYS))
-redis.call('HSET', KEYS[1], 'seq', 0, 'epoch', 0)
-redis.call('HGET', KEYS[1], 'seq')
-redis.call('HMGET', KEYS[1], 'seq', 'epoch')
-redis.call('HDEL', KEYS[1], 'epoch')
-redis.call('PEXPIRE', KEYS[1], 1000)
-redis.call('PEXPIREAT', KEYS[1], now[1] * 1000 + 1000)
-redis.call('PEXPIRETIME', KEYS[1])
-redis.call('PTTL', KEYS[1])
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', 1, '*', 'seq', 0)
-redis.call('TYPE', KEYS[2])
-redis.call('SADD', KEYS[3], 'a', 'b')
-redis.call('SREM', KEYS[3], 'b')
-redis.call('SCARD', KEYS[3])
-redis.call('SMEMBERS', KEYS[3])
-redis.call('SMISMEMBER', KEYS[3], 'a')
-redis.call('RENAME', KEYS[3], KEYS[4])
-redis.call('UNLINK', unpack(KEYS))
-return 'OK'
+local hash, stream, set, renamed = unpack(KEYS)
+local first_error
+local function try(...)
+  local reply = redis.pcall(...)
+  if type(reply) == 'table' and reply.err and not first_error then
+    first_error = reply
+  end
+end
+
+-- First, since a full store lets a script go on that has written once.
+try('HSET', hash, 'seq', 0, 'epoch', 0)
+try('HGET', hash, 'seq')
+try('HMGET', hash, 'seq', 'epoch')
+try('HDEL', hash, 'epoch')
+try('PEXPIRE', hash, 1000)
+try('PEXPIRETIME', hash)
+try('PEXPIREAT', hash, 1)
+try('PTTL', hash)
+try('XADD', stream, 'MAXLEN', '~', 1, '*', 'seq', 0)
+try('TYPE', stream)
+try('SADD', set, 'a', 'b')
+try('SREM', set, 'b')
+try('SCARD', set)
+try('SMEMBERS', set)
+try('SMISMEMBER', set, 'a')
+try('RENAME', set, renamed)
+try('TIME')
+try('UNLINK', hash, stream, set, renamed)
+return first_error or 'OK'
