@@ -24,6 +24,7 @@ from redis.exceptions import (
     NoScriptError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 
 from shared.directory.servers import Server, Servers, UnfitStore
@@ -221,7 +222,7 @@ class StoreConnection:
         except BaseException:
             breaker.abandon()
             raise
-        if isinstance(answers[0], DirectoryUnavailable):
+        if all(isinstance(answer, DirectoryUnavailable) for answer in answers):
             breaker.miss(clock(), str(answers[0]))
         else:
             breaker.succeed(clock())
@@ -232,8 +233,10 @@ class StoreConnection:
     ) -> list[Any]:
         async def work() -> list[Any]:
             answers = await self.pipeline(commands)
-            for answer in answers:
-                if isinstance(answer, Exception) and not is_malformed(answer):
+            for place, answer in enumerate(answers):
+                if isinstance(answer, TryAgainError):
+                    answers[place] = DirectoryUnavailable(f"{operation}: {answer}")  # its slot is just being moved
+                elif isinstance(answer, Exception) and not is_malformed(answer):
                     raise answer
             return answers
 

@@ -281,6 +281,35 @@ async def test_store_that_comes_to_refuse_is_one_alarm_and_heals(
     assert USER_PASSWORD not in "".join(told)
 
 
+async def test_store_that_is_full_for_longer_than_a_lease_is_one_alarm(
+    redis_server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with held(redis_server) as (directory, client):
+        await client.flushall()
+        publisher = Publisher(directory, worker_info("w1"), rng=random.Random(0), lease_s=0.2, heartbeat_s=0.02)
+        await publisher.start()
+        publisher.on_blocks(BlockChange(stored=keys(range(20))))
+        await wait_until(lambda: publisher.is_quiet)
+        first_epoch = publisher.epoch
+        await client.config_set("maxmemory", 1)
+        try:
+            publisher.on_blocks(BlockChange(stored=keys([20])))
+            await wait_until(lambda: publisher.epoch != first_epoch)  # it has lost its lease and registered anew
+            num_misses = directory.num_misses
+            await wait_until(lambda: directory.num_misses > num_misses + 20)
+        finally:
+            await client.config_set("maxmemory", 0)
+        async with asyncio.timeout(20.0):
+            while await directory.match(keys(range(30)), [W1]) != {W1: Match(instance(1), 21)}:
+                await asyncio.sleep(0.01)
+        await publisher.stop()
+    told = [record.getMessage() for record in caplog.records if record.name == "worker.publisher"]
+    assert [re.sub(r":.*| after.*", "", text) for text in told] == [
+        "worker w1 cannot publish, its changes are kept",
+        "worker w1 publishes again",
+    ]
+
+
 @pytest.mark.parametrize("begin", ["CONFIG SET maxmemory 1", "REPLICAOF 127.0.0.1 1"])
 async def test_store_that_takes_no_writes_is_still_read(redis_server: ServerProcess, begin: str) -> None:
     async with held(redis_server) as (directory, client):
