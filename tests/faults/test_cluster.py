@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -375,6 +376,9 @@ class ReplicatedCluster(ClusterProcesses):
         until(lambda: identity in command(self.replica, "CLUSTER", "NODES"))
         command(self.replica, "CLUSTER", "REPLICATE", identity)
         until(lambda: command(self.replica, "INFO", "replication")["master_link_status"] == "up")
+        # Only nodes that know the replica give it their vote.
+        own_line = command(self.replica, "CLUSTER", "MYID") + rb" \S+ slave "
+        until(lambda: all(re.search(own_line, command(node, "CLUSTER", "NODES")) for node in self.nodes))
 
     def stop(self) -> None:
         super().stop()
