@@ -6,12 +6,12 @@ Owns one client and one breaker for each server, and the map of slots. Never rep
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import Connection, UnixDomainSocketConnection, parse_url
+from redis.asyncio.connection import Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -19,8 +19,6 @@ from redis.exceptions import RedisError
 
 from shared.directory.breaker import Breaker
 from shared.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 _MIN_SERVER_MAJOR = 7  # PEXPIRETIME
 _MAX_CONNECTIONS = 8
@@ -95,7 +93,7 @@ class Servers:
                 raise UnfitStore(f"the server is Redis {version}; Redis 7 or later, or Valkey, is needed")
             mode = found.get("redis_mode") or found.get("server_mode", "standalone")  # server_mode: Valkey 9
             if mode == "cluster":
-                await self._load_slots(self._first)
+                await self._take_slots(await self._read_slots(self._first))
             elif mode != "standalone":
                 raise UnfitStore(f"the server runs as {mode}; a server that keeps data is needed")
             self.is_known = True
@@ -129,23 +127,27 @@ class Servers:
             await _close(server)
 
     async def _refresh_slots(self) -> None:
-        """Ask one server after the other, those that answered last first."""
+        """Ask all servers at once, and believe the one that answers first: of those that do not, nobody knows."""
+        asked = [asyncio.ensure_future(self._read_slots(server)) for server in self._name_to_server.values()]
         try:
-            servers = dict.fromkeys([*self._name_to_server.values(), self._first])
-            for server in sorted(servers, key=lambda server: server.breaker.is_open):
-                try:
-                    async with asyncio.timeout(self._connect_timeout_s):
-                        await self._load_slots(server)
-                except (RedisError, OSError):
-                    continue
-                self.num_refreshes += 1
-                return
+            async with asyncio.timeout(self._connect_timeout_s):
+                for answer in asyncio.as_completed(asked):
+                    with contextlib.suppress(RedisError, OSError):
+                        await self._take_slots(await answer)
+                        self.num_refreshes += 1
+                        return
+        except TimeoutError:
+            pass
         finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
             self._refresh = None
             self._next_refresh_s = asyncio.get_running_loop().time() + self._rest_s
 
-    async def _load_slots(self, server: Server) -> None:
-        if self._options.get("connection_class") is UnixDomainSocketConnection:
+    async def _read_slots(self, server: Server) -> list[Server]:
+        """The server of each slot by the word of one of them. Modifies if it tells of new ones."""
+        if "path" in self._options:
             raise UnfitStore("a cluster cannot be reached through the socket of one node; give redis://host:port")
         # As two words: for the one-word form redis-py has a format of its own.
         ranges = await server.client.execute_command("CLUSTER", "SLOTS")
@@ -154,8 +156,11 @@ class Servers:
         for first, last, (raw_host, port, *_), *_ in ranges:
             owner = self.at(raw_host.decode() if raw_host else "", port, told_by=server)
             slot_to_server[first : last + 1] = [owner] * (last + 1 - first)
+        return slot_to_server
+
+    async def _take_slots(self, slot_to_server: list[Server]) -> None:
         self._slot_to_server = slot_to_server
-        await self._drop_all_but({self._first, server, *slot_to_server})
+        await self._drop_all_but({self._first, *slot_to_server})
 
     async def _drop_all_but(self, wanted: set[Server]) -> None:
         for server in [server for server in self._name_to_server.values() if server not in wanted]:

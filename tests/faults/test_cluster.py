@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from redis.crc import key_slot
 
 from shared.directory.base import Match, Reply
 from shared.directory.redis import RedisDirectory
-from shared.errors import DirectoryUnavailable
+from shared.errors import ConfigError, DirectoryUnavailable
 from shared.types import WorkerId
 from tests.support.servers import (
     START_TIMEOUT_S,
@@ -169,6 +170,15 @@ async def test_numbered_database_of_a_cluster_is_refused(cluster: ClusterProcess
     with pytest.raises(DirectoryUnavailable, match="SELECT is not allowed in cluster mode"):
         await directory.connect()
     await directory.close()
+
+
+async def test_socket_of_a_node_is_refused(tmp_path: Path) -> None:
+    find_redis_server()
+    with ServerProcess("--unixsocket", str(tmp_path / "node.sock"), is_cluster_node=True):
+        directory = RedisDirectory(f"unix://{tmp_path}/node.sock", SCHEME, publish_deadline_s=PATIENT_S)
+        with pytest.raises(ConfigError, match=r"^--redis-url: a cluster cannot be reached through the socket"):
+            await directory.connect()
+        await directory.close()
 
 
 def command(node: ServerProcess, *arguments: Any) -> Any:

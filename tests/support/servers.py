@@ -157,22 +157,24 @@ def thaw(pid: int | None) -> None:
 
 
 class SecuredServer(ServerProcess):
-    """TLS only, with a password for the administrator and a user that has the directory's rights and no others."""
+    """A password for the administrator, a user that has the directory's rights and no others, and TLS only."""
 
-    def __init__(self) -> None:
-        super().__init__("--requirepass", ADMIN_PASSWORD, is_tls=True)
+    def __init__(self, *, is_tls: bool = True) -> None:
+        super().__init__("--requirepass", ADMIN_PASSWORD, is_tls=is_tls)
         self.certificate = self.folder / "server.crt"
-        key = self.folder / "server.key"
-        make_certificate(self.certificate, key)
-        self._options += ("--tls-cert-file", str(self.certificate), "--tls-key-file", str(key))
-        self._options += ("--tls-auth-clients", "no")
+        if is_tls:
+            key = self.folder / "server.key"
+            make_certificate(self.certificate, key)
+            self._options += ("--tls-cert-file", str(self.certificate), "--tls-key-file", str(key))
+            self._options += ("--tls-auth-clients", "no")
 
     @property
     def url(self) -> str:
         return self.url_as(USER, USER_PASSWORD)
 
     def url_as(self, user: str, password: str) -> str:
-        return f"rediss://{user}:{password}@127.0.0.1:{self.port}?ssl_ca_certs={self.certificate}"
+        address = f"{user}:{password}@127.0.0.1:{self.port}"
+        return f"rediss://{address}?ssl_ca_certs={self.certificate}" if self._is_tls else f"redis://{address}"
 
     def start(self) -> None:
         super().start()
