@@ -205,11 +205,14 @@ class RedisDirectory:
         return records
 
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
-        async def work() -> set[BlockKey]:
+        async def work() -> Any:
             (blocks,) = self._keys(worker, "blocks")
-            return set(await self._connection.execute(blocks, "SMEMBERS", blocks))
+            return await self._connection.execute(blocks, "SMEMBERS", blocks)
 
-        return await self._connection.call("resident", self._publish_deadline_s, work)
+        members = await self._connection.call("resident", self._publish_deadline_s, work)
+        found = {BlockKey(member) for member in members if len(member) == KEY_SIZE_BYTES}
+        self.num_malformed += len(members) - len(found)
+        return found
 
     async def close(self) -> None:
         await self._connection.close()

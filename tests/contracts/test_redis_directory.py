@@ -192,6 +192,12 @@ async def test_registering_replaces_values_of_a_wrong_type(directory: RedisDirec
     assert await directory.resident(W1) == set(keys([3]))
 
 
+async def test_members_that_are_no_keys_are_counted_and_left_out(directory: RedisDirectory, client: Any) -> None:
+    await client.sadd(f"{TAG}:blocks", b"", b"short", b"far too long for a key")
+    assert await directory.resident(W1) == set(keys(range(3)))
+    assert directory.num_malformed == 3
+
+
 async def test_match_survives_an_instance_that_is_no_text(directory: RedisDirectory, client: Any) -> None:
     await client.hset(f"{TAG}:meta", "instance", b"\xff")
     assert await directory.match(keys(range(3)), [W1]) == {}
