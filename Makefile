@@ -44,7 +44,7 @@ bench: $(INSTALLED) ## Run the benchmarks; they print one JSON line each
 	@echo "bench: running tests/bench" >&2
 	@for file in tests/bench/bench_*.py; do \
 	  test -e "$$file" || { echo "bench: tests/bench holds no benchmark" >&2; exit 1; }; \
-	  module=$${file%.py}; $(BIN)/python -m "$${module//\//.}" $(ARGS); \
+	  module=$${file%.py}; $(BIN)/python -m "$${module//\//.}" --json $(ARGS); \
 	done
 
 gpu-check: ## On a machine with a GPU: run the real-engine tests and the demo there, print one report

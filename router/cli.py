@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from router.bench import BENCHMARKS
 from shared import __version__
 
 EXIT_OK = 0
@@ -30,6 +31,7 @@ _MODEL_FLAGS = (
     ("max-num-seqs", "N", "Sequences that one worker runs at once."),
     ("kv-cache-blocks", "N", "KV blocks for each worker; default: what fits."),
     ("kv-cache-bytes", "BYTES", "Bytes of KV cache for each worker."),
+    ("pin-budget-blocks", "N", "KV blocks that pins may hold on each worker; default: half, with room for a request."),
     ("gpu-memory-utilization", "SHARE", "Share of a GPU's memory for the engine."),
     ("tensor-parallel-size", "N", "GPUs for each worker."),
     ("gpus-per-worker", "N", "GPUs that Ray sets aside; a fraction lets workers share one."),
@@ -106,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_command(commands, "down", "end what `up` started", (("general", _COMMON_FLAGS),))
     status = _add_command(commands, "status", "show the workers that `up` started", (("general", _COMMON_FLAGS),))
     status.add_argument("--json", action="store_true", help="Print one JSON line.")
+    _add_pin_commands(commands)
     demo = _add_command(commands, "demo", "run the shipped batch under two policies", (("general", _COMMON_FLAGS),))
     demo.add_argument("--json", action="store_true", help="Print one JSON line.")
     demo.add_argument(
@@ -123,7 +126,34 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--lengths", default="512,1024,2048,4096", metavar="N,N", help="Prompt and answer, in tokens.")
     plan.add_argument("--system-prompt", default="1024", metavar="TOKENS", help="Beginning that all prompts share.")
     plan.add_argument("--json", action="store_true", help="Print one JSON line.")
+    bench = _add_command(commands, "bench", "measure one part of kvroute here", (("general", _COMMON_FLAGS),))
+    bench.add_argument(
+        "benchmark", choices=BENCHMARKS, metavar="NAME", help=f"What to measure: {', '.join(BENCHMARKS)}."
+    )
+    bench.add_argument("--json", action="store_true", help="Print one JSON line.")
     return parser
+
+
+def _add_pin_commands(commands: Any) -> None:
+    general = (("general", _COMMON_FLAGS),)
+    waiting = (("general", (*(flag for flag in _MODEL_FLAGS if flag[0] == "start-timeout-s"), *_COMMON_FLAGS)),)
+    warmup = _add_command(commands, "warmup", "compute a prompt on running workers and keep its blocks", waiting)
+    warmup.add_argument("name", metavar="NAME", help="Name to keep it under; 1 to 64 of A-Z a-z 0-9 . _ -")
+    warmup.add_argument("--file", type=Path, metavar="PROMPT", help="A plain prompt, as of a completion.")
+    warmup.add_argument("--messages", type=Path, metavar="FILE", help="Messages of a chat, as a JSON array.")
+    warmup.add_argument("--ttl-s", metavar="S", help="How long to keep it; default: until it is unpinned.")
+    warmup.add_argument(
+        "--workers",
+        dest="on_workers",
+        default="all",
+        metavar="all|N",
+        help="How many workers keep it; all: those that come later, too.",
+    )
+    warmup.add_argument("--cache-salt", metavar="SALT", help="Salt of the requests that are to find it.")
+    pins = _add_command(commands, "pins", "show what is kept on running workers", general)
+    pins.add_argument("--json", action="store_true", help="Print one JSON line.")
+    unpin = _add_command(commands, "unpin", "keep a prompt no longer", general)
+    unpin.add_argument("name", metavar="NAME", help="Name that it is kept under.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

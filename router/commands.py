@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router import launch, runfile
+from router import launch, pins, runfile, warmup
 from router import plan as planning
 from router.batch import BatchLimits, BatchReport, OnRow, PreparedBatch, prepare_batch, run_batch
+from router.bench import figures_json, figures_text, run_benchmark
 from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
 from router.status import deployment_state
+from router.tokenizer import Tokenizer
 from shared.config import Settings
 from shared.errors import ConfigError, NoWorker
 from shared.telemetry import set_up_logging
@@ -130,7 +132,10 @@ async def _up(call: Invocation) -> int:
 
 
 async def _down(call: Invocation) -> int:
+    run = runfile.read_run(call.run_dir)
     was_running = await launch.take_down(call.run_dir, call.say)
+    if run is not None and run.settings.get("redis_url"):
+        await pins.forget_pins(run, _with_run(call.settings, run), call.say)
     call.say("stopped" if was_running else "nothing is running")
     return EXIT_OK
 
@@ -145,6 +150,30 @@ async def _status(call: Invocation) -> int:
     state = await deployment_state(run, _with_run(call.settings, run))
     call.show(json.dumps(state) if call.own["json"] else _status_text(state))
     return EXIT_OK if state["is_running"] else EXIT_FAILURE
+
+
+async def _warmup(call: Invocation) -> int:
+    order = await asyncio.to_thread(warmup.read_order, call.own)
+    run = _running(call)
+    settings = _with_run(call.settings, run)
+    tokenizer = await asyncio.to_thread(Tokenizer, await launch.prepare_model_folder(settings, call.say))
+    token_ids = await asyncio.to_thread(warmup.tokenise, order, tokenizer, settings)
+    is_kept = await warmup.warm_up(run, settings, order, token_ids, say=call.say, show=call.show)
+    return EXIT_OK if is_kept else EXIT_FAILURE
+
+
+async def _pins(call: Invocation) -> int:
+    run = _running(call)
+    state = await pins.pin_state(run, _with_run(call.settings, run))
+    call.show(json.dumps(state) if call.own["json"] else pins.pin_text(state))
+    return EXIT_OK
+
+
+async def _unpin(call: Invocation) -> int:
+    run = _running(call)
+    await pins.unpin(run, _with_run(call.settings, run), call.own["name"])
+    call.say(f"pin {call.own['name']} is given up")
+    return EXIT_OK
 
 
 async def _demo(call: Invocation) -> int:
@@ -173,13 +202,24 @@ async def _plan(call: Invocation) -> int:
     return EXIT_OK
 
 
+async def _bench(call: Invocation) -> int:
+    name = call.own["benchmark"]
+    figures = await run_benchmark(name, call.say)
+    call.show(figures_json(name, figures) if call.own["json"] else figures_text(figures))
+    return EXIT_OK
+
+
 _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "batch": _batch,
     "up": _up,
     "down": _down,
     "status": _status,
+    "warmup": _warmup,
+    "pins": _pins,
+    "unpin": _unpin,
     "demo": _demo,
     "plan": _plan,
+    "bench": _bench,
 }
 
 
@@ -214,6 +254,7 @@ _OF_THE_WORKERS = frozenset(
         "max_num_seqs",
         "kv_cache_blocks",
         "kv_cache_bytes",
+        "pin_budget_blocks",
         "gpu_memory_utilization",
         "tensor_parallel_size",
         "gpus_per_worker",
@@ -244,6 +285,16 @@ def _run_to_attach(call: Invocation) -> runfile.Run | None:
     return run
 
 
+def _running(call: Invocation) -> runfile.Run:
+    """The deployment that stands in the run folder. Raises `ConfigError` where none does, or it has died."""
+    run = runfile.read_run(call.run_dir)
+    if run is None or not run.is_ready:
+        raise ConfigError("nothing is running; `kvroute up` starts workers")
+    if not run.is_alive:
+        raise ConfigError("`kvroute up` has died without `kvroute down`; run that first")
+    return run
+
+
 def _with_run(settings: Settings, run: runfile.Run | None) -> Settings:
     """Settings with those that a running deployment has fixed; the rest stays the caller's."""
     if run is None:
@@ -256,13 +307,17 @@ def _with_run(settings: Settings, run: runfile.Run | None) -> Settings:
 def _status_text(state: Mapping[str, Any]) -> str:
     """The state of a deployment as a table."""
     lines = [f"model {state['model']}, KV blocks of {state['block_size']} tokens, store {state['store']}"]
-    lines.append(f"{'worker':<12} {'state':<12} {'running':>7} {'waiting':>7} {'KV blocks':>12} {'cached':>7}  engine")
+    lines.append(
+        f"{'worker':<12} {'state':<12} {'running':>7} {'waiting':>7} {'KV blocks':>12} {'cached':>7} "
+        f"{'pinned':>9}  engine"
+    )
     for worker in state["workers"]:
+        pinned = f"{_or_dash(worker['num_pinned_blocks'])}/{_or_dash(worker['pin_budget_blocks'])}"
         used = f"{_or_dash(worker['kv_used_blocks'])}/{_or_dash(worker['kv_total_blocks'])}"
         lines.append(
             f"{worker['worker']:<12} {worker['state']:<12} {_or_dash(worker['num_running']):>7} "
-            f"{_or_dash(worker['num_waiting']):>7} {used:>12} {_or_dash(worker['num_resident_blocks']):>7}  "
-            f"{worker['engine'] or '-'}"
+            f"{_or_dash(worker['num_waiting']):>7} {used:>12} {_or_dash(worker['num_resident_blocks']):>7} "
+            f"{pinned:>9}  {worker['engine'] or '-'}"
         )
     return "\n".join(lines)
 

@@ -70,7 +70,7 @@ class Serving:
 async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
     """Start everything that `settings` does not name, serve, and stop it again however this ends."""
     await _check_given_store(settings)
-    model_folder = await _prepare_model(settings, say)
+    model_folder = await prepare_model_folder(settings, say)
     marker = runfile.new_marker()
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-", ignore_cleanup_errors=True))
@@ -98,7 +98,7 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
 @contextlib.asynccontextmanager
 async def attached(run: runfile.Run, settings: Settings, say: Say) -> AsyncIterator[Serving]:
     """Serve over the workers of a running `kvroute up`."""
-    model_folder = await _prepare_model(settings, say)
+    model_folder = await prepare_model_folder(settings, say)
     async with contextlib.AsyncExitStack() as stack:
         records = await live_workers(run, settings)
         infos = tuple(record.info for record in records)
@@ -192,7 +192,7 @@ async def _bring_up(
 ) -> runfile.Run:
     """The steps of `bring_up`. `stack` ends with this process's part, `undo` only where the whole fails."""
     await _check_given_store(settings)
-    await _prepare_model(settings, say)
+    await prepare_model_folder(settings, say)
     environment = _environment(run.marker)
     if not run.redis_url:
         store = EmbeddedStore(environment=environment, is_detached=True)
@@ -340,7 +340,8 @@ def model_config_file(settings: Settings) -> Path:
     return folder / "config.json" if folder.is_dir() else download_config(settings.model)
 
 
-async def _prepare_model(settings: Settings, say: Say) -> Path:
+async def prepare_model_folder(settings: Settings, say: Say) -> Path:
+    """The named model's folder, converted or downloaded where need be. Raises `ConfigError`."""
     require_model(settings)
     say(f"preparing model {settings.model}")
     return await asyncio.to_thread(prepare_model, settings.model, settings.model_cache_dir)

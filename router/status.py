@@ -9,12 +9,13 @@ import secrets
 from typing import Any
 
 from router import runfile
+from router.pins import connected
 from shared.config import Settings
-from shared.directory import connect_directory
 from shared.directory.base import WorkerRecord
+from shared.directory.pin_board import WorkerPins
 from shared.errors import KvrouteError
 from shared.transport.client import connect_worker
-from shared.types import CacheScheme, RouterId, WorkerStatus
+from shared.types import RouterId, WorkerId, WorkerStatus
 
 _ANSWER_S = 2.0
 """How long a worker may take to tell its load before it is shown as silent."""
@@ -30,25 +31,22 @@ async def deployment_state(run: runfile.Run, settings: Settings) -> dict[str, An
         "store": "ok",
         "workers": [],
     }
+    records: dict[str, WorkerRecord] = {}
+    pins: dict[WorkerId, WorkerPins] = {}
     try:
-        records = await _live_records(run, settings)
+        async with connected(run, settings) as (directory, board):
+            found = await directory.workers()
+            records = {record.info.worker: record for record in found if record.info.worker in run.workers}
+            pins = await board.reports(map(WorkerId, run.workers))
     except KvrouteError as error:
         state["store"] = f"unreachable: {error}"
-        records = {}
     statuses = await asyncio.gather(*(_ask(record, run) for record in records.values()))
     worker_to_status = dict(zip(records, statuses, strict=True))
     state["workers"] = [
-        _worker_state(worker, records.get(worker), worker_to_status.get(worker)) for worker in run.workers
+        _worker_state(worker, records.get(worker), worker_to_status.get(worker), pins.get(WorkerId(worker)))
+        for worker in run.workers
     ]
     return state
-
-
-async def _live_records(run: runfile.Run, settings: Settings) -> dict[str, WorkerRecord]:
-    directory = await connect_directory(run.redis_url, CacheScheme(settings.model_name, settings.block_size))
-    try:
-        return {record.info.worker: record for record in await directory.workers() if record.info.worker in run.workers}
-    finally:
-        await directory.close()
 
 
 async def _ask(record: WorkerRecord, run: runfile.Run) -> WorkerStatus | None:
@@ -73,7 +71,9 @@ async def _ask(record: WorkerRecord, run: runfile.Run) -> WorkerStatus | None:
         await client.close()
 
 
-def _worker_state(worker: str, record: WorkerRecord | None, status: WorkerStatus | None) -> dict[str, Any]:
+def _worker_state(
+    worker: str, record: WorkerRecord | None, status: WorkerStatus | None, pins: WorkerPins | None
+) -> dict[str, Any]:
     if record is None:
         word = "no lease"
     elif status is None:
@@ -91,4 +91,6 @@ def _worker_state(worker: str, record: WorkerRecord | None, status: WorkerStatus
         "kv_used_blocks": status.kv_used_blocks if status else None,
         "kv_total_blocks": status.kv_total_blocks if status else None,
         "num_resident_blocks": status.num_resident_blocks if status else None,
+        "num_pinned_blocks": pins.num_pinned_blocks if pins else None,
+        "pin_budget_blocks": pins.budget_blocks if pins else None,
     }

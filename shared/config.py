@@ -44,6 +44,9 @@ class Settings(BaseModel):
     max_num_seqs: int = Field(8, ge=1, description="Sequences that one worker runs at once.")
     kv_cache_blocks: int | None = Field(None, ge=2, description="KV blocks for each worker; default: what fits.")
     kv_cache_bytes: int | None = Field(None, ge=1, description="Bytes of KV cache for each worker.")
+    pin_budget_blocks: int | None = Field(
+        None, ge=0, description="KV blocks that pins may hold on each worker; default: half, with room for a request."
+    )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of a GPU's memory for the engine.")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs for each worker.")
     gpus_per_worker: float | None = Field(

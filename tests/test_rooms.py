@@ -27,6 +27,7 @@ MAX_LINES = 420
 
 MAY_ALSO_IMPORT = {
     "router/launch.py": {"worker"},  # the composition root: starts workers
+    "router/bench.py": {"worker"},  # names every benchmark; each lives in the room that it measures
 }
 
 CONFINED = {
@@ -57,20 +58,27 @@ MAY_READ_ENVIRONMENT = (
 )
 
 OWN_ARGUMENTS = {
+    "benchmark",
+    "cache_salt",
     "command",
     "config",
     "config_json",
+    "file",
     "gpu_memory",
     "help",
     "input",
     "json",
     "lengths",
+    "messages",
+    "name",
+    "on_workers",
     "output",
     "output_dir",
     "progress",
     "resume",
     "strict",
     "system_prompt",
+    "ttl_s",
     "version",
     "weights",
 }
@@ -104,7 +112,7 @@ FORBIDDEN_TEXT = {
     r"DESIGN\.m[d]|STYLE\.m[d]|VLLM_NOTE[S]": "a document outside the project",
 }
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".txt", ".lua", ".json", ".html", ".js", ".css", ""}
-NOT_OURS = {".git", ".venv", "build", "dist", "out", "LICENSE"}
+NOT_OURS = {".git", ".hypothesis", ".venv", "build", "dist", "out", "LICENSE"}
 """`.git` is a file in a linked work tree."""
 
 

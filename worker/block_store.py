@@ -34,18 +34,18 @@ class BlockStore:
 
         That are its tokens and the key before it. A key alone proves nothing: another text may have the same one.
         """
-        stride, tokens, parents, find = self._stride_bytes, self.tokens, self._parents, self.free.find
-        blocks: list[int] = []
-        start = 0
-        parent = root
-        for key in keys:
-            block = find(key)
-            if block is None or tokens[block] != packed_tokens[start : start + stride] or parents[block] != parent:
-                break
-            blocks.append(block)
-            parent = key
-            start += stride
-        return blocks
+        blocks = self.free.find_all(keys)
+        tokens = [self.tokens[block] for block in blocks]
+        parents = [self._parents[block] for block in blocks]
+        expected_parents = [root, *keys][: len(blocks)]
+        if parents == expected_parents and packed_tokens.startswith(b"".join(tokens)):
+            return blocks
+        # Some key stands for another text, which is rare: only now look for the first of them.
+        num_same = start = 0
+        while parents[num_same] == expected_parents[num_same] and packed_tokens.startswith(tokens[num_same], start):
+            num_same += 1
+            start += self._stride_bytes
+        return blocks[:num_same]
 
     def serve(self, blocks: Sequence[int], request: str) -> None:
         """Hold findable blocks for a request, which counts as a use of their keys."""
@@ -71,16 +71,14 @@ class BlockStore:
     def drop(self, blocks: Iterable[int]) -> None:
         """One holder less for each block. Those that nobody holds become free, and go in this order."""
         num_holders = self.num_holders
-        found: list[int] = []
-        lost: list[int] = []
+        freed: list[int] = []
         for block in blocks:
             num_holders[block] -= 1
-            if num_holders[block] == 1:
+            if num_holders[block] == 0:
+                freed.append(block)
+            elif num_holders[block] == 1:
                 self.num_shared -= 1
-            elif num_holders[block] == 0:
-                (lost if self.free.key_of(block) is None else found).append(block)
-        self.free.push(found)
-        self.free.push_unhashed(lost)
+        self.free.release(freed)
 
     def is_writable(self, block: int) -> bool:
         """Whether nobody else would see a change."""
@@ -100,12 +98,12 @@ class BlockStore:
         parent: BlockKey,
         request: str,
         *,
-        is_first: bool = False,
+        before: int | None = None,
         is_low_priority: bool = False,
     ) -> bool:
         """Let a full block be found by its key. False, and no change, where the key stands for another text.
 
-        `parent` is the key of the block before it, or the root of a first one.
+        `parent` is the key of the block `before` it, or the root where there is none.
         """
         if self.free.key_of(block) is not None:
             return True
@@ -113,8 +111,8 @@ class BlockStore:
         if other is not None and not self._is_same_text(other, self.tokens[block], parent):
             return False
         self._parents[block] = parent
-        self._is_first[block] = is_first
-        self.free.cache(block, key, request, is_low_priority=is_low_priority)
+        self._is_first[block] = before is None
+        self.free.cache(block, key, request, parent=before, is_low_priority=is_low_priority)
         return True
 
     def _is_same_text(self, block: int, tokens: bytes, parent: BlockKey) -> bool:

@@ -128,7 +128,7 @@ class BlockPool:
                 sequence.keys[number],
                 sequence.keys[number - 1] if number else sequence.root,
                 sequence.request,
-                is_first=number == 0,
+                before=sequence.blocks[number - 1] if number else None,
                 is_low_priority=sequence.is_low_priority,
             )
             if sequence.is_findable:

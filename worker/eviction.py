@@ -7,7 +7,7 @@ pool's size younger than it is:
 
     lru            head start 0: plain age decides
     shared_first   head start infinite: a shared block goes only when no private one is left
-    adaptive       head start between 0 and 8, moved by what turns out to have been a mistake
+    adaptive       head start between 0 and 16, moved by what turns out to have been a mistake
 
 Age counts allocations of the pool, not seconds, so that the rule does not depend on how fast the engine is.
 """
@@ -16,41 +16,20 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
-from enum import IntEnum
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Generic
 
-Key = TypeVar("Key", bound=Hashable)
+from worker.free_list import Block, BlockClass, FreeList, Key
 
 ADAPTIVE = "adaptive"
 HEAD_STARTS = MappingProxyType({"lru": 0.0, "shared_first": math.inf, ADAPTIVE: 1.0})
 """Rule name to head start, in pool sizes; that of `adaptive` is where it begins."""
-MAX_HEAD_START = 8.0
-
-
-class BlockClass(IntEnum):
-    """What a free block is worth, least first."""
-
-    UNHASHED = 0
-    """Holds nothing that a request could find."""
-    LOW_PRIORITY = 1
-    """Private to a request of low priority."""
-    PRIVATE = 2
-    SHARED = 3
-    """Its key has been used by two different requests, at once or one after the other."""
-
-
-class _KeyRecord(Generic[Key]):
-    """One cached key: who used it first, what it is worth, and the blocks that hold a copy of it, oldest first."""
-
-    __slots__ = ("block_class", "blocks", "first_request", "key")
-
-    def __init__(self, key: Key, first_request: str, block_class: BlockClass) -> None:
-        self.key = key
-        self.first_request = first_request
-        self.block_class = block_class
-        self.blocks: dict[int, None] = {}
+MAX_HEAD_START = 16.0
+"""Keeps nine in ten returns of a prompt that comes back at random, every seven turnovers of the pool on average."""
+STEP_POOL_SIZES = 4.0
+"""How far a pool's worth of ghost hits moves the head start: a fourth of its range, where ARC's moves through all.
+Faster is restless, which costs chats; slower loses more of what returns rarely before it is learnt."""
 
 
 class AdaptiveHeadStart(Generic[Key]):
@@ -58,7 +37,9 @@ class AdaptiveHeadStart(Generic[Key]):
 
     A miss on a key that went while shared says that shared blocks go too soon and raises the head start; one on a key
     that went while private lowers it. The rarer kind of the two remembered moves it further. Each list of such ghosts
-    holds half a pool. Every operation takes constant time.
+    holds half a pool. And as there, a ghost says more than how to move: its key comes back as one that several
+    requests have used, or a prompt that returns too rarely would be forgotten as often as it goes and never seen to be
+    shared. Every operation takes constant time.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -81,24 +62,26 @@ class AdaptiveHeadStart(Generic[Key]):
         if len(ghosts) > self._num_blocks // 2:
             ghosts.popitem(last=False)
 
-    def recompute(self, key: Key, request: str) -> None:
-        """A key that was not cached has been computed for `request`. Its ghost, if there is one, is deleted.
+    def recompute(self, key: Key, request: str) -> bool:
+        """A key that was not cached has been computed for `request`. Tells whether two requests are known to use it.
 
-        A ghost moves the head start once, and never for the request that had filled the key itself: one that comes
-        back after a preemption says nothing about what other requests will ask for.
+        Its ghost, if there is one, is deleted. A ghost moves the head start once, and never for the request that had
+        filled the key itself: one that comes back after a preemption says nothing about what other requests will ask
+        for.
         """
         was_shared = key in self._shared
         first_request = (self._shared if was_shared else self._private).pop(key, None)
         if first_request is None or first_request == request:
-            return
+            return was_shared
         self.num_ghost_hits[was_shared] += 1
         # The ghost that was hit counts still, so neither divisor is zero.
         num_same, num_other = len(self._private) + (not was_shared), len(self._shared) + was_shared
         if was_shared:
             num_same, num_other = num_other, num_same
-        step = max(1.0, num_other / num_same) / self._num_blocks
+        step = max(1.0, num_other / num_same) * STEP_POOL_SIZES / self._num_blocks
         moved = self.pool_sizes + step if was_shared else self.pool_sizes - step
         self.pool_sizes = min(MAX_HEAD_START, max(0.0, moved))
+        return True
 
     def forget_ghosts(self) -> None:
         """Keys of before mean nothing any more. What has been learnt stays."""
@@ -123,27 +106,28 @@ class FreeBlocks(Generic[Key]):
         self._head_start_allocations = HEAD_STARTS[rule] * num_blocks
         self._adaptive: AdaptiveHeadStart[Key] | None = AdaptiveHeadStart(num_blocks) if rule == ADAPTIVE else None
         self._num_allocations = 0
-        self._lists: tuple[OrderedDict[int, int], ...] = tuple(OrderedDict() for _ in BlockClass)
-        self._list_of: list[OrderedDict[int, int] | None] = [None] * num_blocks
-        self._record_of: list[_KeyRecord[Key] | None] = [None] * num_blocks
-        self._key_to_record: dict[Key, _KeyRecord[Key]] = {}
+        self._lists: tuple[FreeList[Key], ...] = tuple(FreeList() for _ in BlockClass)
+        self._blocks: list[Block[Key]] = [Block(number) for number in range(num_blocks)]
+        self._key_to_block: dict[Key, Block[Key]] = {}
+        """The oldest copy."""
         self._refreshed: set[int] = set()
 
     def __len__(self) -> int:
-        return sum(map(len, self._lists))
+        unhashed, low_priority, private, shared = self._lists
+        return unhashed.size + low_priority.size + private.size + shared.size
 
     def __contains__(self, block: int) -> bool:
-        return self._list_of[block] is not None
+        return self._blocks[block].free_list is not None
 
     @property
     def num_free(self) -> tuple[int, ...]:
         """Free blocks by class."""
-        return tuple(map(len, self._lists))
+        return tuple(free_list.size for free_list in self._lists)
 
     @property
     def num_keys(self) -> int:
         """Cached keys, free or in use."""
-        return len(self._key_to_record)
+        return len(self._key_to_block)
 
     @property
     def head_start(self) -> float:
@@ -157,34 +141,51 @@ class FreeBlocks(Generic[Key]):
 
     def class_of(self, block: int) -> BlockClass:
         """What the block is worth now, free or not. Does not modify."""
-        record = self._record_of[block]
-        return BlockClass.UNHASHED if record is None else record.block_class
+        return self._blocks[block].block_class
 
     # Keys: what the pool tells about its cache.
 
     def find(self, key: Key) -> int | None:
         """The oldest block that holds `key`; None if none does. Does not modify."""
-        record = self._key_to_record.get(key)
-        return None if record is None else next(iter(record.blocks))
+        block = self._key_to_block.get(key)
+        return None if block is None else block.number
+
+    def find_all(self, keys: Iterable[Key]) -> list[int]:
+        """The oldest block of each key, up to the first key that no block holds. Does not modify."""
+        found: list[int] = []
+        for block in map(self._key_to_block.get, keys):
+            if block is None:
+                break
+            found.append(block.number)
+        return found
 
     def key_of(self, block: int) -> Key | None:
         """What the block holds; None if nothing that a request could find. Does not modify."""
-        record = self._record_of[block]
-        return None if record is None else record.key
+        return self._blocks[block].key
 
-    def cache(self, block: int, key: Key, request: str, *, is_low_priority: bool = False) -> None:
-        """The block now holds `key`, computed for `request`. Counts as a use of the key."""
-        record = self._key_to_record.get(key)
-        if record is None:
-            block_class = BlockClass.LOW_PRIORITY if is_low_priority else BlockClass.PRIVATE
-            record = self._key_to_record[key] = _KeyRecord(key, request, block_class)
-            if self._adaptive is not None:
-                self._adaptive.recompute(key, request)
-                self._head_start_allocations = self._adaptive.pool_sizes * self._num_blocks
-        else:
-            self._use(record, request)
-        record.blocks[block] = None
-        self._record_of[block] = record
+    def cache(
+        self, block: int, key: Key, request: str, *, parent: int | None = None, is_low_priority: bool = False
+    ) -> bool:
+        """The block now holds `key`, computed for `request`. Counts as a use of the key. Tells whether none held it.
+
+        `parent` holds the key before it in the prompt; None for a first one.
+        """
+        holder = self._blocks[block]
+        oldest = self._key_to_block.get(key)
+        if oldest is None:
+            holder.block_class = self._class_of_new(key, request, parent, is_low_priority=is_low_priority)
+            self._key_to_block[key] = holder
+            holder.key, holder.first_request = key, request
+            return True
+        self._use(oldest, request)
+        if oldest is not holder:
+            if oldest.copies is None:
+                oldest.copies = {oldest: None}
+            oldest.copies[holder] = None
+            holder.copies = oldest.copies
+            holder.key, holder.first_request = oldest.key, oldest.first_request
+            holder.block_class = oldest.block_class
+        return False
 
     def use(self, key: Key, request: str) -> None:
         """A request was served from `key`. Unknown keys are ignored.
@@ -192,27 +193,29 @@ class FreeBlocks(Generic[Key]):
         A request that returns to blocks that it filled itself, as after a preemption, shares with nobody. When a key
         becomes shared, its free copies move: they count as just used.
         """
-        record = self._key_to_record.get(key)
-        if record is not None:
-            self._use(record, request)
+        block = self._key_to_block.get(key)
+        if block is not None:
+            self._use(block, request)
 
     def uncache(self, block: int) -> None:
         """The block no longer holds its key; the key is forgotten with its last copy. A free block becomes unhashed.
 
         Nothing is learnt from it, since the block did not go to make room.
         """
-        self._drop(block)
+        self._drop_key(self._blocks[block])
         if block in self:
             self.remove(block)
-            self._append(block, BlockClass.UNHASHED)
+            self._append(self._blocks[block], BlockClass.UNHASHED)
 
     def clear_keys(self) -> None:
         """Forget every key, those that went included: all free blocks become unhashed, in the order of before."""
-        for block in self.in_order():
-            self.remove(block)
-            self._append(block, BlockClass.UNHASHED)
-        self._key_to_record.clear()
-        self._record_of = [None] * self._num_blocks
+        for number in self.in_order():
+            self.remove(number)
+            self._append(self._blocks[number], BlockClass.UNHASHED)
+        for block in self._blocks:
+            block.key = block.copies = None
+            block.block_class = BlockClass.UNHASHED
+        self._key_to_block.clear()
         if self._adaptive is not None:
             self._adaptive.forget_ghosts()
 
@@ -220,15 +223,19 @@ class FreeBlocks(Generic[Key]):
 
     def push(self, blocks: Iterable[int]) -> None:
         """Add blocks that just became free; the first of them goes first. Blocks without a key count as private."""
-        for block in blocks:
-            self._append(block, self.class_of(block) or BlockClass.PRIVATE)
+        for free_list, freed in zip(self._lists, self._by_class(blocks, BlockClass.PRIVATE), strict=True):
+            free_list.append(freed, self._num_allocations)
 
     def push_unhashed(self, blocks: Iterable[int]) -> None:
         """Add blocks that hold nothing; they go before all others, the first of them first."""
-        unhashed = self._lists[BlockClass.UNHASHED]
-        for block in reversed(list(blocks)):
-            self._append(block, BlockClass.UNHASHED)
-            unhashed.move_to_end(block, last=False)
+        self._lists[BlockClass.UNHASHED].prepend([self._blocks[number] for number in blocks], self._num_allocations)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Add blocks that just became free: those with a key as in `push`, those without as in `push_unhashed`."""
+        unhashed, *others = self._by_class(blocks, BlockClass.UNHASHED)
+        self._lists[BlockClass.UNHASHED].prepend(unhashed, self._num_allocations)
+        for free_list, freed in zip(self._lists[1:], others, strict=True):
+            free_list.append(freed, self._num_allocations)
 
     def remove(self, block: int) -> None:
         """Take a certain block out, as when a request is served from it.
@@ -236,24 +243,25 @@ class FreeBlocks(Generic[Key]):
         Raises:
             KeyError: the block is not free.
         """
-        blocks = self._list_of[block]
-        if blocks is None:
+        removed = self._blocks[block]
+        if removed.free_list is None:
             raise KeyError(f"block {block} is not free")
-        del blocks[block]
-        self._list_of[block] = None
+        removed.free_list.remove(removed)
         self._refreshed.discard(block)
 
     def serve(self, blocks: Iterable[int], request: str) -> None:
         """A request is served from these blocks: a use of their keys, and the free ones are taken out."""
-        for block in blocks:
-            free_blocks = self._list_of[block]
-            if free_blocks is not None:
-                del free_blocks[block]
-                self._list_of[block] = None
-                self._refreshed.discard(block)
-            record = self._record_of[block]
-            if record is not None:
-                self._use(record, request)
+        all_blocks, refreshed, shared = self._blocks, self._refreshed, BlockClass.SHARED
+        for number in blocks:
+            block = all_blocks[number]
+            if block.free_list is not None:
+                block.free_list.remove(block)
+                refreshed.discard(number)
+            if block.block_class is not shared and block.first_request != request and block.key is not None:
+                if block.copies is None:
+                    block.block_class = shared
+                else:
+                    self._share(block)
 
     def refresh(self, blocks: Sequence[int]) -> None:
         """Let the free ones of these count as just used: a queued request will use them. First block of a prompt first.
@@ -262,19 +270,19 @@ class FreeBlocks(Generic[Key]):
         blocks into that of arrival; a block counts until it is used or goes. Of a prompt's blocks the first ones are
         taken, as many as fit.
         """
-        favoured: list[int] = []
-        for block in blocks:
-            if block not in self:
+        favoured: list[Block[Key]] = []
+        for number in blocks:
+            if number not in self:
                 continue
-            if block not in self._refreshed and len(self._refreshed) >= self._num_blocks // 2:
+            if number not in self._refreshed and len(self._refreshed) >= self._num_blocks // 2:
                 break
-            self._refreshed.add(block)
-            favoured.append(block)
+            self._refreshed.add(number)
+            favoured.append(self._blocks[number])
         for block in reversed(favoured):
-            free_blocks = self._list_of[block]
-            assert free_blocks is not None
-            free_blocks[block] = self._num_allocations
-            free_blocks.move_to_end(block)
+            free_list = block.free_list
+            assert free_list is not None
+            free_list.remove(block)
+            free_list.append((block,), self._num_allocations)
 
     def pop(self) -> int:
         """Take the block that goes next, without what it held.
@@ -282,67 +290,96 @@ class FreeBlocks(Generic[Key]):
         Raises:
             IndexError: no block is free.
         """
-        block, _ = self._next_list().popitem(last=False)
-        self._list_of[block] = None
-        self._refreshed.discard(block)
+        free_list = self._next_list()
+        block = free_list.end.next
+        free_list.remove(block)
+        self._refreshed.discard(block.number)
         self._num_allocations += 1
-        record = self._record_of[block]
-        if record is not None:
-            self.num_evicted[record.block_class] += 1
-            self._drop(block)
+        if block.key is not None:
+            block_class = block.block_class
+            self.num_evicted[block_class] += 1
             # A block of low priority goes whatever the head start is: its loss teaches nothing.
-            if self._adaptive is not None and not record.blocks and record.block_class is not BlockClass.LOW_PRIORITY:
-                self._adaptive.remember(record.key, record.block_class, record.first_request)
-        return block
+            if self._adaptive is not None and block.copies is None and block_class is not BlockClass.LOW_PRIORITY:
+                self._adaptive.remember(block.key, block_class, block.first_request)
+            self._drop_key(block)
+        return block.number
 
     def in_order(self) -> list[int]:
         """All free blocks, next to go first, if nothing else happened. Linear; does not modify."""
-        unhashed, low_priority, private, shared = (list(blocks.items()) for blocks in self._lists)
-        order = [block for block, _ in unhashed + low_priority]
+        unhashed, low_priority, private, shared = map(list, self._lists)
+        order = unhashed + low_priority
         i = j = 0
         while i < len(private) or j < len(shared):
-            if j == len(shared) or (i < len(private) and self._goes_first(private[i][1], shared[j][1])):
-                order.append(private[i][0])
+            if j == len(shared) or (i < len(private) and self._goes_first(private[i], shared[j])):
+                order.append(private[i])
                 i += 1
             else:
-                order.append(shared[j][0])
+                order.append(shared[j])
                 j += 1
-        return order
+        return [block.number for block in order]
 
-    def _use(self, record: _KeyRecord[Key], request: str) -> None:
-        if record.block_class is BlockClass.SHARED or record.first_request == request:
+    def _class_of_new(self, key: Key, request: str, parent: int | None, *, is_low_priority: bool) -> BlockClass:
+        """What a key is worth that was not cached, so that it never goes after what stands behind it in the prompt.
+
+        It is shared at once if `adaptive` remembers another request, and what stands before it is. What stands behind
+        blocks of low priority goes with them, also if the request has come back with another priority.
+        """
+        before = BlockClass.SHARED if parent is None else self._blocks[parent].block_class
+        if self._adaptive is not None:
+            is_shared = self._adaptive.recompute(key, request)
+            self._head_start_allocations = self._adaptive.pool_sizes * self._num_blocks
+            if is_shared and before is BlockClass.SHARED:
+                return BlockClass.SHARED
+        return BlockClass.LOW_PRIORITY if is_low_priority or before is BlockClass.LOW_PRIORITY else BlockClass.PRIVATE
+
+    def _use(self, block: Block[Key], request: str) -> None:
+        if block.block_class is not BlockClass.SHARED and block.first_request != request:
+            self._share(block)
+
+    def _share(self, block: Block[Key]) -> None:
+        for copy in (block,) if block.copies is None else block.copies:
+            copy.block_class = BlockClass.SHARED
+            if copy.free_list is not None:
+                self.remove(copy.number)
+                self._append(copy, BlockClass.SHARED)
+
+    def _drop_key(self, block: Block[Key]) -> None:
+        if block.key is None:
             return
-        record.block_class = BlockClass.SHARED
-        for block in record.blocks:
-            if block in self:
-                self.remove(block)
-                self._append(block, BlockClass.SHARED)
+        if block.copies is None:
+            del self._key_to_block[block.key]
+        else:
+            del block.copies[block]
+            oldest = next(iter(block.copies))
+            self._key_to_block[block.key] = oldest
+            if len(block.copies) == 1:
+                oldest.copies = None
+        block.key = block.copies = None
+        block.block_class = BlockClass.UNHASHED
 
-    def _drop(self, block: int) -> None:
-        record = self._record_of[block]
-        if record is not None:
-            self._record_of[block] = None
-            del record.blocks[block]
-            if not record.blocks:
-                del self._key_to_record[record.key]
+    def _by_class(self, blocks: Iterable[int], keyless: BlockClass) -> tuple[list[Block[Key]], ...]:
+        all_blocks = self._blocks
+        class_to_blocks: tuple[list[Block[Key]], ...] = ([], [], [], [])
+        for number in blocks:
+            block = all_blocks[number]
+            class_to_blocks[block.block_class or keyless].append(block)
+        return class_to_blocks
 
-    def _append(self, block: int, block_class: BlockClass) -> None:
-        blocks = self._lists[block_class]
-        blocks[block] = self._num_allocations
-        self._list_of[block] = blocks
+    def _append(self, block: Block[Key], block_class: BlockClass) -> None:
+        self._lists[block_class].append((block,), self._num_allocations)
 
-    def _next_list(self) -> OrderedDict[int, int]:
+    def _next_list(self) -> FreeList[Key]:
         unhashed, low_priority, private, shared = self._lists
-        if unhashed or low_priority:
-            return unhashed or low_priority
-        if not private or not shared:
-            if not private and not shared:
+        if unhashed.size:
+            return unhashed
+        if low_priority.size:
+            return low_priority
+        if not private.size or not shared.size:
+            if not private.size and not shared.size:
                 raise IndexError("no block is free")
-            return private or shared
-        oldest_private = next(iter(private.values()))
-        oldest_shared = next(iter(shared.values()))
-        return private if self._goes_first(oldest_private, oldest_shared) else shared
+            return private if private.size else shared
+        return private if self._goes_first(private.end.next, shared.end.next) else shared
 
-    def _goes_first(self, private_freed_at: int, shared_freed_at: int) -> bool:
+    def _goes_first(self, private: Block[Key], shared: Block[Key]) -> bool:
         """Whether the private of two heads goes; of equally old ones it does, since it is the later in the prompt."""
-        return private_freed_at <= shared_freed_at + self._head_start_allocations
+        return private.freed_at <= shared.freed_at + self._head_start_allocations

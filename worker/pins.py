@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.errors import ConfigError, PinRefused, UnknownPin
@@ -51,6 +51,22 @@ class Pins:
         """All pins, oldest first. Linear; does not modify."""
         return list(self._name_to_pin.values())
 
+    def check(self, name: str, num_blocks: int, pinned: Iterable[int]) -> None:
+        """Whether `name` may keep so many distinct blocks in place of what it keeps now. Does not modify.
+
+        `pinned` are those of them that are pinned already, under whatever name.
+
+        Raises:
+            PinRefused: the budget does not suffice.
+        """
+        staying = self._num_pins_without(name)
+        num_needed = len(staying) + num_blocks - sum(block in staying for block in pinned)
+        if num_needed > self.budget_blocks:
+            raise PinRefused(
+                f"pin {name!r}: its {num_blocks} blocks would make {num_needed} pinned blocks, "
+                f"the budget is {self.budget_blocks}, {len(staying)} are pinned under other names"
+            )
+
     def put(self, name: str, blocks: Sequence[int], *, now_s: float, ttl_s: float | None) -> tuple[int, ...]:
         """Keep these blocks under `name` in place of what was there, whose blocks are the answer.
 
@@ -62,19 +78,12 @@ class Pins:
             raise ConfigError(f"ttl_s: {ttl_s} keeps nothing; it must be above 0")
         if not blocks:
             raise ConfigError(f"pin {name!r}: not one full block to keep")
-        former = self._name_to_pin[name].blocks if name in self._name_to_pin else ()
-        staying = self._num_pins_of - Counter(former)
-        num_needed = len(staying.keys() | set(blocks))
-        if num_needed > self.budget_blocks:
-            raise PinRefused(
-                f"pin {name!r}: its {len(blocks)} blocks would make {num_needed} pinned blocks, "
-                f"the budget is {self.budget_blocks}, {len(staying)} are pinned under other names"
-            )
-        staying.update(blocks)
-        self._num_pins_of = staying
-        self._name_to_pin.pop(name, None)
+        self.check(name, len(blocks), blocks)
+        self._num_pins_of = self._num_pins_without(name)
+        self._num_pins_of.update(blocks)
+        former = self._name_to_pin.pop(name, None)
         self._name_to_pin[name] = Pin(name, tuple(blocks), None if ttl_s is None else now_s + ttl_s)
-        return former
+        return former.blocks if former is not None else ()
 
     def remove(self, name: str) -> tuple[int, ...]:
         """Forget a pin; its blocks are the answer.
@@ -94,6 +103,11 @@ class Pins:
         return [
             pin.name for pin in self._name_to_pin.values() if pin.expires_at_s is not None and pin.expires_at_s <= now_s
         ]
+
+    def _num_pins_without(self, name: str) -> Counter[int]:
+        """How many pins of other names keep each block."""
+        pin = self._name_to_pin.get(name)
+        return self._num_pins_of - Counter(pin.blocks if pin is not None else ())
 
 
 def default_budget_blocks(num_blocks: int, blocks_of_longest_request: int) -> int:

@@ -1,4 +1,4 @@
-"""One worker: an engine, the host that serves it, and the publisher of what its pool holds. Knows nothing of Ray."""
+"""One worker: an engine, its host, the publisher of what its pool holds, and its pins. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.config import Settings
-from shared.directory import connect_directory
+from shared.directory import connect_directory, open_pin_board
 from shared.directory.base import Directory
 from shared.errors import WorkerIdTaken
 from shared.hashing import parity_key, tokenizer_fingerprint
@@ -23,6 +23,7 @@ from shared.types import CacheScheme, Instance, WorkerId, WorkerInfo
 from worker.engines.base import BlockChange, Engine, EngineInfo, OnBlocks, OnDeath
 from worker.engines.demo_model import prepare_model
 from worker.host import WorkerHost
+from worker.pinner import Pinner
 from worker.publisher import Publisher
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Worker:
         self._ending: asyncio.Task[None] | None = None
         self._host: WorkerHost | None = None
         self._publisher: Publisher | None = None
+        self._pinner: Pinner | None = None
 
     async def start(self) -> WorkerInfo:
         """Load the model, listen, register, and serve.
@@ -118,6 +120,7 @@ class Worker:
         self._publisher = self._make_publisher(directory, engine, info)
         self._exit.push_async_callback(self._publisher.stop)
         await self._register(self._publisher)
+        self._follow_pins(engine, engine_info, info)
         return info
 
     async def _register(self, publisher: Publisher) -> None:
@@ -132,6 +135,23 @@ class Worker:
                 if loop.time() >= give_up_at_s:
                     raise
                 await asyncio.sleep(self._options.settings.heartbeat_s)
+
+    def _follow_pins(self, engine: Engine, engine_info: EngineInfo, info: WorkerInfo) -> None:
+        """Keep what is wanted, from now on. The id is this worker's by now, and reports go by it."""
+        options, settings = self._options, self._options.settings
+        board = open_pin_board(options.redis_url, info.scheme)
+        self._exit.push_async_callback(board.close)
+        self._pinner = Pinner(
+            board,
+            engine,
+            info,
+            budget_blocks=engine_info.pin_budget_blocks,
+            rng=random.Random(f"{settings.seed}:{info.worker}:pins"),
+            lease_s=settings.lease_s,
+            heartbeat_s=settings.heartbeat_s,
+        )
+        self._exit.push_async_callback(self._pinner.stop)
+        self._pinner.start()
 
     def _make_publisher(self, directory: Directory, engine: Engine, info: WorkerInfo) -> Publisher:
         settings = self._options.settings
@@ -154,6 +174,8 @@ class Worker:
     def _on_blocks(self, change: BlockChange) -> None:
         if self._publisher is not None:
             self._publisher.on_blocks(change)
+        if self._pinner is not None and change.is_reset:
+            self._pinner.engine_was_reset()
 
     def _count_resident_blocks(self) -> int:
         return len(self._publisher.resident) if self._publisher is not None else 0
@@ -192,6 +214,7 @@ def _make_vllm(settings: Settings, scheme: CacheScheme, folder: Path, on_blocks:
         max_num_seqs=settings.max_num_seqs,
         kv_cache_blocks=settings.kv_cache_blocks,
         kv_cache_bytes=settings.kv_cache_bytes,
+        pin_budget_blocks=settings.pin_budget_blocks,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         tensor_parallel_size=settings.tensor_parallel_size,
         dtype=settings.dtype,

@@ -1,4 +1,7 @@
-"""The global directory: which worker holds which KV block now. Chooses the implementation by the scheme of a URL."""
+"""What router and workers share in a store: the directory, which tells who holds which KV block now, and the pin board.
+
+Chooses implementations by the scheme of a URL.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 from urllib.parse import urlsplit
 
 from shared.directory.base import Directory
+from shared.directory.pin_board import MemoryPinBoard, PinBoard
 from shared.errors import ConfigError, DirectoryUnavailable
 from shared.types import CacheScheme
 
@@ -27,14 +31,10 @@ async def connect_directory(
     refuses the user; with `must_answer`, `DirectoryUnavailable` for one that does not answer or takes no writes now.
     """
     # Imported only when asked for: a router or tool on one kind needs nothing of the other.
-    url_scheme = urlsplit(url).scheme
-    if url_scheme == "memory":
+    if _is_memory(url):
         from shared.directory.memory import MemoryDirectory
 
         return MemoryDirectory(scheme, asyncio.get_running_loop().time)
-    if url_scheme not in _REDIS_SCHEMES:
-        choices = ", ".join(f"{name}://" for name in ("memory", *_REDIS_SCHEMES))
-        raise ConfigError(f"--redis-url: unknown scheme {url_scheme!r} (choose from {choices})")
     from shared.directory.redis import RedisDirectory
 
     directory = RedisDirectory(url, scheme, match_deadline_s=match_deadline_s, publish_deadline_s=publish_deadline_s)
@@ -48,3 +48,24 @@ async def connect_directory(
         await directory.close()
         raise
     return directory
+
+
+def open_pin_board(url: str, scheme: CacheScheme) -> PinBoard:
+    """The pin board at the URL of a directory that was connected to, and thereby tried. Connects with its first call.
+
+    `memory://` needs a running loop. Raises `ConfigError` for a malformed URL.
+    """
+    if _is_memory(url):
+        return MemoryPinBoard(asyncio.get_running_loop().time)
+    from shared.directory.redis_pin_board import RedisPinBoard
+
+    return RedisPinBoard(url, scheme)
+
+
+def _is_memory(url: str) -> bool:
+    """Whether the URL is of this process's memory and not of a server. Raises `ConfigError` if it is neither."""
+    url_scheme = urlsplit(url).scheme
+    if url_scheme not in ("memory", *_REDIS_SCHEMES):
+        choices = ", ".join(f"{name}://" for name in ("memory", *_REDIS_SCHEMES))
+        raise ConfigError(f"--redis-url: unknown scheme {url_scheme!r} (choose from {choices})")
+    return url_scheme == "memory"

@@ -70,14 +70,18 @@ class StoreConnection:
     `num_spared` those that breakers spared.
     """
 
-    def __init__(self, url: str, *, longest_deadline_s: float, rest_s: float, scripts: Iterable[str] = ()) -> None:
+    def __init__(
+        self, url: str, *, longest_deadline_s: float, rest_s: float = 0.5, scripts: Iterable[str] = ()
+    ) -> None:
+        """A script's name is that of its file in `lua/`; `a+b` is file `a` and then `b`, as one script."""
         self._longest_deadline_s = longest_deadline_s
         self._servers = Servers(url, connect_timeout_s=longest_deadline_s, rest_s=rest_s)
         self._late: set[asyncio.Task[Any]] = set()
         self._name_to_sha: dict[str, str] = {}
         self._sha_to_script: dict[str, str] = {}
+        folder = resources.files("shared.directory").joinpath("lua")
         for name in scripts:
-            script = resources.files("shared.directory").joinpath("lua", f"{name}.lua").read_text()
+            script = "\n".join(folder.joinpath(f"{part}.lua").read_text() for part in name.split("+"))
             self._name_to_sha[name] = hashlib.sha1(script.encode()).hexdigest()
             self._sha_to_script[self._name_to_sha[name]] = script
         self.num_misses = 0

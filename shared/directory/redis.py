@@ -43,11 +43,11 @@ _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
 
 
 ACL_RULES = (
-    "resetkeys ~kvr:* resetchannels -@all +info +cluster|slots +asking +evalsha +script|load +time +type +unlink "
-    "+rename +hset +hget +hmget +hdel +sadd +srem +scard +smembers +smismember +xadd +pexpire +pexpireat +pexpiretime "
-    "+pttl"
+    "resetkeys ~kvr:* resetchannels -@all +info +cluster|slots +asking +evalsha +script|load +time +type +exists "
+    "+unlink +rename +pexpire +pexpireat +pexpiretime +pttl +get +set +hset +hget +hmget +hgetall +hdel +hexists +hlen "
+    "+sadd +srem +scard +smembers +smismember +zadd +zrem +zscore +zrangebyscore +zremrangebyrank +xadd"
 )
-"""All that a user of the store needs, as `ACL SETUSER` takes it."""
+"""All that a user of the store needs, as `ACL SETUSER` takes it: for the directory and for the pin board."""
 
 
 class RedisDirectory:
@@ -103,7 +103,7 @@ class RedisDirectory:
         """
 
         def probe(tag: str) -> Command:
-            return self._connection.script_command("probe", [f"kvr:{{{tag}}}:probe:{number}" for number in range(4)])
+            return self._connection.script_command("probe", [f"kvr:{{{tag}}}:probe:{number}" for number in range(6)])
 
         await self._connection.connect(probe, ACL_RULES)
 

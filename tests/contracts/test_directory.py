@@ -13,7 +13,9 @@ from shared.types import CacheScheme, EventBatch, Holder, Tier, WorkerId
 from tests.support.servers import redis_cluster, redis_server, secured_server
 from tests.support.stores import (
     LONG_LEASE_S,
+    PATIENT_S,
     SCHEME,
+    STORES,
     Bench,
     batch,
     embedded_store,
@@ -27,14 +29,6 @@ from tests.support.stores import (
 )
 
 __all__ = ["embedded_store", "redis_cluster", "redis_server", "secured_server"]
-
-STORES = {
-    "valkey": "embedded_store",
-    "redis": "redis_server",
-    "redis with TLS and an ACL": "secured_server",
-    "redis cluster": "redis_cluster",
-}
-"""Kind of store -> the fixture that runs it."""
 
 E1, E2, E3 = epoch(1), epoch(2), epoch(3)
 W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
@@ -262,7 +256,7 @@ async def test_nothing_outlives_the_lease_whatever_was_done_last(bench: Bench, l
 async def test_list_of_workers_vanishes_by_itself_after_the_last_lease(bench: Bench) -> None:
     await bench.directory.register(worker_info("w1"), E1, 0.001)
     await bench.directory.register(worker_info("w2"), E1, 0.002)
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(PATIENT_S):
         while await bench.stored_keys():
             await asyncio.sleep(0.002)
 

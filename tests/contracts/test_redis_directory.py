@@ -20,6 +20,7 @@ from shared.messages import encode_record
 from shared.types import WorkerId
 from tests.support.stores import (
     LONG_LEASE_S,
+    PATIENT_S,
     SCHEME,
     Bench,
     batch,
@@ -90,7 +91,7 @@ async def test_events_tell_mirrors_all_that_was_applied(directory: RedisDirector
 
 
 async def test_event_stream_is_capped(embedded_store: EmbeddedStore, directory: RedisDirectory, client: Any) -> None:
-    capped = RedisDirectory(embedded_store.url, SCHEME, publish_deadline_s=5.0, max_stream_entries=100)
+    capped = RedisDirectory(embedded_store.url, SCHEME, publish_deadline_s=PATIENT_S, max_stream_entries=100)
     for seq in range(2, 600):
         await capped.apply(batch("w1", E1, seq, [seq]))
     await capped.close()
@@ -224,7 +225,7 @@ async def test_server_that_will_not_do_is_one_clear_error(told: bytes, complaint
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    directory = RedisDirectory(f"redis://127.0.0.1:{port}", SCHEME, publish_deadline_s=5.0)
+    directory = RedisDirectory(f"redis://127.0.0.1:{port}", SCHEME, publish_deadline_s=PATIENT_S)
     try:
         with pytest.raises(ConfigError, match=f"^--redis-url: {complaint}"):
             await directory.connect()
@@ -248,7 +249,7 @@ async def test_server_that_is_not_there_is_named_by_operation_and_without_the_pa
     with closing(socket.socket()) as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-        directory = RedisDirectory(f"redis://:hunter2@127.0.0.1:{port}", SCHEME, match_deadline_s=5.0)
+        directory = RedisDirectory(f"redis://:hunter2@127.0.0.1:{port}", SCHEME, match_deadline_s=PATIENT_S)
         with pytest.raises(DirectoryUnavailable, match=r"^match: ConnectionError") as caught:
             await directory.match(keys(range(3)), [W1])
         await directory.close()
@@ -257,7 +258,7 @@ async def test_server_that_is_not_there_is_named_by_operation_and_without_the_pa
 
 async def test_urls_choose_the_implementation(embedded_store: EmbeddedStore) -> None:
     assert isinstance(await connect_directory("memory://", SCHEME), MemoryDirectory)
-    found = await connect_directory(embedded_store.url, SCHEME)
+    found = await connect_directory(embedded_store.url, SCHEME, publish_deadline_s=PATIENT_S)
     assert isinstance(found, RedisDirectory)
     await found.close()
     with pytest.raises(ConfigError, match=r"unknown scheme 'http' \(choose from memory://, redis://"):

@@ -79,12 +79,12 @@ async def test_a_submit_is_numbered_at_once_and_acknowledged_with_a_status(rig: 
     await client.connect()
     streams = [submit(client, request, PROMPT, 1) for request in ("a", "b")]
     assert client.last_submit == 2
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while client.acknowledged_submit < 2:
             changed.clear()
             await changed.wait()
     assert client.status is not None
-    assert client.status_age_s < 20
+    assert client.status_age_s < 60
     await asyncio.gather(*map(collect, streams))
 
 
@@ -221,7 +221,7 @@ async def test_a_fault_in_the_writer_is_told_once_and_loses_the_worker_instead_o
     connect.wrap = wrap
     await client.connect()
     faulty[0].is_faulty = True
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with pytest.raises(WorkerLost, match="a fault of our own"):
             await collect(submit(client, "a", PROMPT, 20))
     assert client.is_lost
@@ -242,7 +242,7 @@ async def test_a_worker_that_cannot_build_its_frames_ends_the_session_instead_of
         raise RuntimeError("a fault of our own")
 
     rig.engine.stats = fail  # type: ignore[method-assign]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with pytest.raises(WorkerLost, match="given up this router's session"):
             await collect(stream)
     rig.engine.stats = stats  # type: ignore[method-assign]
@@ -462,7 +462,7 @@ async def test_a_worker_that_is_gone_is_lost_without_waiting(kind: Kind, tmp_pat
         stream = submit(client, "a", PROMPT, 1_000_000)
         await anext(stream)
         connect.channel.is_lossy = True  # the farewell is not heard
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await rig.host.close()
             with pytest.raises(WorkerLost, match="gone"):
                 await collect(stream)
@@ -557,7 +557,7 @@ async def test_strangers_close_only_their_own_connection(rig: Rig) -> None:
         encode(Ack(1)),
         encode(Submit(1, RequestId("a"), 0, bytes(4), Sampling(max_tokens=1))),
     ]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for raw in strangers:
             await _stranger(rig, raw)
     assert rig.host.counts.num_rejected == len(strangers)
@@ -571,7 +571,7 @@ async def test_what_a_proved_peer_must_not_send_closes_only_its_connection(rig: 
         encode(Ack(1_000_000)),
         encode(Hello(PROTOCOL_VERSION, RouterId("r1"), bytes(16), bytes(32), bytes(32), 0)),
     ]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for number, raw in enumerate(forbidden):
             channel = await rig.connect_function()()
             await greet_worker(channel, SECRET, RouterId("rude"), bytes([number] * 16), 0)
@@ -584,7 +584,7 @@ async def test_what_a_proved_peer_must_not_send_closes_only_its_connection(rig: 
 
 
 async def test_a_silent_stranger_is_closed_after_the_deadline(kind: Kind, tmp_path: Path) -> None:
-    async with running(kind, tmp_path, timings=Timings(handshake_s=0.02)) as rig, asyncio.timeout(20):
+    async with running(kind, tmp_path, timings=Timings(handshake_s=0.02)) as rig, asyncio.timeout(60):
         await _stranger(rig)
         assert rig.host.counts.num_rejected == 1
 
@@ -599,7 +599,7 @@ async def _raw(rig: Rig) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff\xff", b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x10\x00half", b"\x00"])
 async def test_bytes_that_are_no_messages_close_only_that_connection(kind: Kind, tmp_path: Path, raw: bytes) -> None:
-    async with running(kind, tmp_path) as rig, asyncio.timeout(20):
+    async with running(kind, tmp_path) as rig, asyncio.timeout(60):
         client, _ = await rig.connected()
         reader, writer = await _raw(rig)
         writer.write(raw)

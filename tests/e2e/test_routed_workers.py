@@ -34,7 +34,7 @@ SETTINGS = Settings(
     max_num_seqs=4,
     kv_cache_blocks=200,
     max_model_len=2048,
-    lease_s=2.0,
+    lease_s=10.0,  # no stall of a busy machine is as long
     heartbeat_s=0.5,
 )
 ANSWER_TOKENS = 48
@@ -63,7 +63,7 @@ async def directory_holds(serving: Serving, worker: WorkerId, token_ids: list[in
     """Wait until the directory shows every full block of the prompt on the worker; how many of them it can serve."""
     keys = block_keys(pack_tokens(token_ids), SETTINGS.block_size, root_key(serving.scheme))
     directory = serving.router.directory
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(120.0):
         while True:
             match = (await directory.match(keys, [worker])).get(worker)
             if match is not None and match.num_blocks == len(keys):
@@ -118,11 +118,11 @@ async def test_restarted_worker_is_never_matched_with_what_it_held_before(servin
     await directory_holds(serving, before.worker, ids)
     old_instance = serving.router.fleet.worker_to_instance[before.worker]
 
-    pid = await cluster.call(serving.actors[before.worker].pid, timeout_s=30.0, what="pid")
+    pid = await cluster.call(serving.actors[before.worker].pid, timeout_s=240.0, what="pid")
     engine = psutil.Process(pid).children(recursive=True)
     assert engine
     os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(120.0):
+    async with asyncio.timeout(600.0):
         while serving.router.fleet.worker_to_instance.get(before.worker) in (old_instance, None):
             # Requests go on meanwhile, on whoever lives.
             _, during = await ask(serving.router, f"during-{random.random()}", prompt(21, 1), 4)
@@ -139,7 +139,7 @@ async def test_restarted_worker_is_never_matched_with_what_it_held_before(servin
 
 
 async def test_killed_engine_process_is_replaced_and_no_request_is_lost(serving: Serving) -> None:
-    pid = await cluster.call(serving.actors[WorkerId("w0")].pid, timeout_s=60.0, what="pid")
+    pid = await cluster.call(serving.actors[WorkerId("w0")].pid, timeout_s=240.0, what="pid")
     children = psutil.Process(pid).children(recursive=True)
     engine = next(
         child
@@ -154,7 +154,7 @@ async def test_killed_engine_process_is_replaced_and_no_request_is_lost(serving:
             answer, _ = await task
             assert len(answer) == 4
     instance = serving.router.fleet.worker_to_instance.get(WorkerId("w0"))
-    async with asyncio.timeout(120.0):
+    async with asyncio.timeout(600.0):
         while serving.router.fleet.worker_to_instance.get(WorkerId("w0")) in (None, instance):
             await asyncio.sleep(0.2)
 

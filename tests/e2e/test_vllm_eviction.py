@@ -9,7 +9,7 @@ from operator import xor
 import pytest
 
 from tests.support.engines import BLOCK_SIZE, NUM_BLOCKS, EngineUnderTest
-from worker.eviction import BlockClass
+from worker.free_list import BlockClass
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 

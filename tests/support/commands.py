@@ -37,7 +37,7 @@ def start_command(*arguments: str | Path, environment: Mapping[str, str]) -> sub
 
 
 def run_command(
-    *arguments: str | Path, environment: Mapping[str, str], timeout_s: float = 240.0
+    *arguments: str | Path, environment: Mapping[str, str], timeout_s: float = 600.0
 ) -> subprocess.CompletedProcess[str]:
     """Run `kvroute ARGUMENTS` to its end."""
     process = start_command(*arguments, environment=environment)
@@ -60,7 +60,7 @@ def tagged_processes(tag: str) -> list[psutil.Process]:
     return found
 
 
-def assert_no_process_left(tag: str, within_s: float = 30.0) -> None:
+def assert_no_process_left(tag: str, within_s: float = 60.0) -> None:
     """Wait until nothing of the tag lives any more; what does not end in time is named, and ended."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ class EngineUnderTest:
     engine: Any = None
     info: EngineInfo | None = None
     told: set[BlockKey] = field(default_factory=set)
+    num_resets: int = 0
     deaths: list[str] = field(default_factory=list)
     num_requests: int = 0
 
@@ -44,6 +46,7 @@ class EngineUnderTest:
         """Apply a change as a strict owner does: nothing is stored twice or removed without being there."""
         if change.is_reset:
             self.told.clear()
+            self.num_resets += 1
         assert not self.told & set(change.stored)
         assert set(change.removed) <= self.told
         self.told = (self.told | set(change.stored)) - set(change.removed)
@@ -65,6 +68,12 @@ class EngineUnderTest:
         assert deltas[-1].finish is not None
         token_ids = [token for delta in deltas for token in delta.token_ids]
         return Answer(token_ids, deltas[-1].finish, deltas[0].cached_tokens, len(deltas))
+
+    async def flood(self, num_blocks: int, seed: int) -> None:
+        """Ask once for so many blocks' worth of prompts that nobody asks for again, one after another."""
+        rng = random.Random(seed)
+        for _ in range(num_blocks // 8):
+            await self.ask([rng.randrange(5, 250) for _ in range(8 * BLOCK_SIZE - 1)], max_tokens=1)
 
 
 async def start_vllm(cache_dir: Path, eviction: str = "shared_first", **more: Any) -> EngineUnderTest:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from xxhash import xxh3_64
 
-from shared.errors import EngineError, InvalidRequest
+from shared.errors import ContextTooLong, EngineError, InvalidRequest, PinRefused, UnknownPin
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key
 from shared.types import BlockKey, CacheScheme, FinishReason, RequestId
 from worker.engines.base import (
@@ -24,6 +24,7 @@ from worker.engines.base import (
     EngineStats,
     OnBlocks,
     OnDeath,
+    PinnedPrefix,
     StepFit,
 )
 
@@ -53,7 +54,8 @@ class _Live:
 class FakeEngine:
     """`Engine` on the loop's clock. A request is live until it ends by itself or is cancelled.
 
-    The cache is a plain LRU of `num_blocks` keys, which live sequences do not hold back.
+    The cache is a plain LRU of `num_blocks` keys, which live sequences do not hold back; pinned ones stay. `pin_faults`
+    names pins that fail, and how; `may_pin` holds pins back while it is cleared.
 
     `flaky` fails each request with probability `fault_rate`, half way through its answer; `slow` takes ten times as
     long; `dies_after` tokens in all, the engine is dead. With `is_contended`, prefills take turns, as in an engine that
@@ -77,6 +79,7 @@ class FakeEngine:
         max_num_seqs: int = 1024,
         max_model_len_tokens: int = 1 << 20,
         step_budget_tokens: int = 8192,
+        pin_budget_blocks: int | None = None,
         on_blocks: OnBlocks | None = None,
         on_death: OnDeath | None = None,
     ) -> None:
@@ -97,6 +100,12 @@ class FakeEngine:
         self._rng = rng or random.Random(0)
         self._scheme = scheme
         self._resident: OrderedDict[BlockKey, None] = OrderedDict()
+        self._pins: dict[str, tuple[BlockKey, ...]] = {}
+        self.pin_faults: dict[str, Exception] = {}
+        self.may_pin = asyncio.Event()
+        self.may_pin.set()
+        self.pin_calls: list[str] = []
+        """Names in the order in which they were to be pinned; a `-` in front tells of an unpin."""
         self._num_running = 0
         self._waiting: deque[_Live] = deque()
         self._live: dict[RequestId, _Live] = {}
@@ -110,6 +119,7 @@ class FakeEngine:
             max_model_len_tokens=max_model_len_tokens,
             step_budget_tokens=step_budget_tokens,
             eviction="lru",
+            pin_budget_blocks=num_blocks // 2 if pin_budget_blocks is None else pin_budget_blocks,
         )
 
     @property
@@ -157,17 +167,62 @@ class FakeEngine:
         return EngineStats(
             num_running=num_running,
             num_waiting=len(self._live) - num_running,
-            kv_used_blocks=sum(live.num_blocks for live in self._live.values()),
+            kv_used_blocks=sum(live.num_blocks for live in self._live.values()) + len(self._pinned()),
             step_fit=StepFit(self.token_s, self.prefill_s_per_token, self.decode_s_per_seq),
         )
 
     async def resident(self) -> set[BlockKey]:
         return set(self._resident)
 
+    async def pin(self, name: str, token_ids: list[int], *, salt: str = "", adapter: str = "") -> PinnedPrefix:
+        self.pin_calls.append(name)
+        await self.may_pin.wait()
+        if self._death is not None:
+            raise EngineError(self._death)
+        if name in self.pin_faults:
+            raise self.pin_faults[name]
+        if len(token_ids) >= self.info.max_model_len_tokens:
+            raise ContextTooLong(f"{len(token_ids)} tokens; the context has {self.info.max_model_len_tokens}")
+        keys = tuple(self._keys(token_ids, salt, adapter))
+        others = self._pinned(but=name)
+        if not keys:
+            raise PinRefused(f"pin {name!r}: {len(token_ids)} tokens fill no block")
+        if len(others | set(keys)) > self.info.pin_budget_blocks:
+            raise PinRefused(
+                f"pin {name!r}: its {len(keys)} blocks would make {len(others | set(keys))} pinned blocks, "
+                f"the budget is {self.info.pin_budget_blocks}, {len(others)} are pinned under other names"
+            )
+        num_new_tokens = sum(key not in self._resident for key in keys) * self._block_size_tokens
+        await asyncio.sleep(num_new_tokens * self.prefill_s_per_token)
+        if self._death is not None:
+            raise EngineError(self._death)
+        self._pins.pop(name, None)
+        self._pins[name] = keys
+        self._put(list(keys))
+        return self._pinned_prefix(name)
+
+    async def unpin(self, name: str) -> None:
+        self.pin_calls.append(f"-{name}")
+        if self._death is not None:
+            raise EngineError(self._death)
+        if self._pins.pop(name, None) is None:
+            raise UnknownPin(f"no pin {name!r}")
+
+    async def pins(self) -> list[PinnedPrefix]:
+        if self._death is not None:
+            raise EngineError(self._death)
+        return [self._pinned_prefix(name) for name in self._pins]
+
     async def reset_cache(self) -> None:
-        self._resident.clear()
+        kept = OrderedDict.fromkeys(key for key in self._resident if key in self._pinned())
+        self._resident = kept
         if self._on_blocks is not None:
-            self._on_blocks(BlockChange(is_reset=True))
+            self._on_blocks(BlockChange(tuple(kept), is_reset=True))
+
+    async def lose_cache(self) -> None:
+        """Reset all of the cache, pins included, as engines do after a change of weights."""
+        self._pins.clear()
+        await self.reset_cache()
 
     async def close(self) -> None:
         for request in list(self._live):
@@ -273,7 +328,7 @@ class FakeEngine:
         if self._scheme is None:
             return 0
         num_blocks = 0
-        for key in self._keys(request, request.token_ids):
+        for key in self._keys(request.token_ids, request.salt, request.adapter):
             if key not in self._resident:
                 break
             num_blocks += 1
@@ -284,18 +339,35 @@ class FakeEngine:
         """Make a sequence's full blocks the most recently used, each before its parent, and evict the oldest."""
         if self._scheme is None:
             return
-        keys = self._keys(request, token_ids)[: self.info.num_blocks]
+        self._put(self._keys(token_ids, request.salt, request.adapter)[: self.info.num_blocks])
+
+    def _put(self, keys: list[BlockKey]) -> None:
         stored = tuple(key for key in keys if key not in self._resident)
         for key in reversed(keys):
             self._resident[key] = None
             self._resident.move_to_end(key)
+        pinned = self._pinned()
         removed = []
         while len(self._resident) > self.info.num_blocks:
-            removed.append(self._resident.popitem(last=False)[0])
+            oldest = next(key for key in self._resident if key not in pinned)
+            del self._resident[oldest]
+            removed.append(oldest)
         if self._on_blocks is not None and (stored or removed):
             self._on_blocks(BlockChange(stored, tuple(removed)))
 
-    def _keys(self, request: EngineRequest, token_ids: list[int]) -> list[BlockKey]:
+    def _pinned(self, *, but: str | None = None) -> set[BlockKey]:
+        return {key for name, keys in self._pins.items() if name != but for key in keys}
+
+    def _pinned_prefix(self, name: str) -> PinnedPrefix:
+        num_blocks = len(self._pins[name])
+        return PinnedPrefix(name, num_blocks, num_blocks * self._block_size_tokens)
+
+    @property
+    def _block_size_tokens(self) -> int:
         assert self._scheme is not None
-        root = root_key(self._scheme, salt=request.salt, adapter=request.adapter)
-        return block_keys(pack_tokens(token_ids), self._scheme.block_size_tokens, root)
+        return self._scheme.block_size_tokens
+
+    def _keys(self, token_ids: list[int], salt: str, adapter: str) -> list[BlockKey]:
+        assert self._scheme is not None
+        root = root_key(self._scheme, salt=salt, adapter=adapter)
+        return block_keys(pack_tokens(token_ids), self._block_size_tokens, root)

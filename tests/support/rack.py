@@ -45,6 +45,7 @@ class Rack:
     make_engine: Callable[..., FakeEngine]
     worker_to_slot: dict[WorkerId, Slot] = field(default_factory=dict)
     num_started: int = 0
+    num_routers: int = 0
 
     async def start_worker(self, name: str, *, parity: bytes = PARITY_KEY) -> Slot:
         """Start a worker, or another life of it."""
@@ -91,7 +92,8 @@ class Rack:
     @contextlib.asynccontextmanager
     async def router(self, policy: str = "cost", **options: object) -> AsyncIterator[Router]:
         """A router over the rack that is checked for leftovers when it is done with."""
-        router_id = RouterId(f"router-{id(options)}")
+        self.num_routers += 1
+        router_id = RouterId(f"router-{self.num_routers}")
         rng = random.Random(5)
 
         def connect(record: WorkerRecord, on_change: OnChange) -> WorkerClient:

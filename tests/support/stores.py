@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from redis.asyncio import Redis
@@ -15,14 +15,17 @@ from redis.asyncio.cluster import RedisCluster
 from shared.directory.base import Directory, Reply
 from shared.directory.embedded import EmbeddedStore, find_server
 from shared.directory.memory import MemoryDirectory
+from shared.directory.pin_board import FOLLOWED_S, MemoryPinBoard, PinBoard, PinSpec, Revision
 from shared.directory.redis import RedisDirectory
+from shared.directory.redis_pin_board import RedisPinBoard
 from shared.errors import ConfigError
+from shared.hashing import pack_tokens
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Holder, Instance, WorkerId, WorkerInfo
 from tests.support.servers import ClusterProcesses, ServerProcess
 
 SCHEME = CacheScheme("org/model", 64)
 LONG_LEASE_S = 600.0
-PATIENT_S = 5.0
+PATIENT_S = 60.0
 """Deadline of calls whose speed is not what a test is about."""
 
 
@@ -66,7 +69,7 @@ def batch(name: str, in_epoch: Epoch, seq: int, stored: Iterable[int] = (), remo
     return EventBatch(Holder(WorkerId(name), in_epoch), seq, keys(stored), keys(removed))
 
 
-async def wait_until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+async def wait_until(condition: Callable[[], bool], deadline_s: float = PATIENT_S) -> None:
     """Return once `condition` holds; fail after the deadline of the loop's clock."""
     async with asyncio.timeout(deadline_s):
         while not condition():
@@ -99,7 +102,7 @@ class Bench:
         if self.clock is not None:
             self.clock.now_s += 1.0
         if self.client is not None:
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(PATIENT_S):
                 while any(f":{name}}}:" in stored for stored in await self.stored_keys()):
                     await asyncio.sleep(0.002)
 
@@ -114,11 +117,25 @@ async def memory_bench() -> AsyncIterator[Bench]:
     yield Bench(MemoryDirectory(SCHEME, clock), lambda scheme: MemoryDirectory(scheme, clock), clock, None)
 
 
+STORES = {
+    "valkey": "embedded_store",
+    "redis": "redis_server",
+    "redis with TLS and an ACL": "secured_server",
+    "redis cluster": "redis_cluster",
+}
+"""Kind of store -> the fixture that runs it."""
+
+
 class Store(Protocol):
     """A running server, or cluster of them, at a URL that directories take."""
 
     @property
     def url(self) -> str: ...
+
+
+def client_of(store: Store) -> Redis | RedisCluster:
+    """A client that may do everything."""
+    return store.client() if isinstance(store, (ServerProcess, ClusterProcesses)) else Redis.from_url(store.url)
 
 
 @asynccontextmanager
@@ -130,8 +147,7 @@ async def redis_bench(store: Store) -> AsyncIterator[Bench]:
         opened.append(RedisDirectory(store.url, scheme, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S))
         return opened[-1]
 
-    is_process = isinstance(store, (ServerProcess, ClusterProcesses))
-    client = store.client() if is_process else Redis.from_url(store.url)
+    client = client_of(store)
     await client.flushall()
     try:
         yield Bench(opened[0], connect, None, client)
@@ -150,3 +166,60 @@ def embedded_store() -> Iterator[EmbeddedStore]:
         pytest.skip(str(error))
     with EmbeddedStore() as store:
         yield store
+
+
+@dataclass
+class BoardBench:
+    """One pin board, and the few things about its store that the protocol does not tell."""
+
+    board: PinBoard
+    clock: Clock | None
+    client: Redis | RedisCluster | None
+
+    async def abandon(self, name: str) -> None:
+        """Let the time run out for which a pin outlives its workers."""
+        if self.clock is not None:
+            self.clock.now_s += FOLLOWED_S
+        if self.client is not None:
+            assert await self.client.zadd(f"kvr:{{{SCHEME.namespace}}}:pins:kept", {name: 1}, xx=True, ch=True) == 1
+
+    async def let_pass(self, duration_s: float) -> None:
+        """Let the store's time pass."""
+        if self.clock is not None:
+            self.clock.now_s += duration_s
+        else:
+            await asyncio.sleep(duration_s)
+
+    async def lose_everything(self) -> None:
+        """Let the store come back empty."""
+        if self.client is not None:
+            await self.client.flushall()
+        else:
+            assert isinstance(self.board, MemoryPinBoard)
+            await self.board.clear()
+            self.board._reports.clear()
+
+
+@asynccontextmanager
+async def memory_board() -> AsyncIterator[BoardBench]:
+    clock = Clock()
+    yield BoardBench(MemoryPinBoard(clock), clock, None)
+
+
+@asynccontextmanager
+async def redis_board(store: Store) -> AsyncIterator[BoardBench]:
+    """A board on the store, which is emptied first."""
+    client = client_of(store)
+    await client.flushall()
+    board = RedisPinBoard(store.url, SCHEME, deadline_s=PATIENT_S)
+    try:
+        yield BoardBench(board, None, client)
+    finally:
+        await client.aclose()
+        await board.close()
+
+
+def pin_spec(name: str = "system", *, life: int = 1, num_tokens: int = 200, **more: Any) -> PinSpec:
+    """A wanted pin; `life` tells its revisions apart, and the prompt follows from the name."""
+    token_ids = [ord(name[index % len(name)]) for index in range(num_tokens)]
+    return PinSpec(name, pack_tokens(token_ids), Revision(f"{life:032x}"), **more)

@@ -28,7 +28,7 @@ class _SickWorker:
         pass
 
     async def start(self) -> None:
-        self.gate.wait(10.0)
+        self.gate.wait(60.0)
         raise EngineError("no memory yet")
 
     async def stop(self) -> None:
@@ -51,7 +51,7 @@ def test_start_that_fails_is_told_to_who_asks_and_ends_the_process(exits: queue.
     _SickWorker.gate.set()
     with pytest.raises(EngineError, match="no memory yet"):
         worker.ready()
-    assert exits.get(timeout=10.0) == "no memory yet"
+    assert exits.get(timeout=60.0) == "no memory yet"
 
 
 def test_start_that_is_given_up_ends_no_process(exits: queue.Queue[str]) -> None:

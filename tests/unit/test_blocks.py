@@ -179,6 +179,16 @@ def test_low_priority_blocks_go_before_older_ones():
     assert [pool.num_cached_tokens(text(n, tail=1), ROOT) for n in (1, 2, 4)] == [BLOCK_SIZE, 0, BLOCK_SIZE]
 
 
+def test_what_stands_behind_blocks_of_low_priority_goes_with_them_whatever_its_request_wants_later():
+    pool = make_pool(4)
+    run(pool, "r1", text(1, tail=1), is_low_priority=True)
+    run(pool, "r1", text(1, 2, tail=1))  # the same request has come back with another priority
+    run(pool, "r2", text(8, tail=1))
+    run(pool, "r3", text(9, tail=1))
+    pool.check()
+    assert [pool.num_cached_tokens(text(*starts, tail=1), ROOT) for starts in ((1, 2), (8,), (9,))] == [16, 16, 16]
+
+
 def test_shared_blocks_outlive_private_ones():
     pool = make_pool(6, "shared_first")
     for request in ("r1", "r2"):
@@ -232,6 +242,21 @@ def test_a_class_change_while_a_request_is_queued_moves_its_free_blocks():
     pool.check()
     assert pool.statistics().num_free == (5, 0, 2, 1)
     assert run(pool, "queued", text(1, 2, tail=1)) == 2 * BLOCK_SIZE
+
+
+def test_a_shared_prefix_that_is_missed_after_it_went_moves_the_rule_once():
+    pool = make_pool(4, "adaptive")
+    for request in ("r1", "r2"):
+        run(pool, request, text(1, tail=1))
+    for number in range(2, 5):
+        run(pool, f"one-off {number}", text(number, number + 10, number + 20, tail=1))
+    adaptive = pool._store.free.adaptive
+    assert adaptive is not None
+    assert (adaptive.num_ghosts[1], adaptive.num_ghost_hits) == (1, [0, 0])
+    run(pool, "r3", text(1, tail=1))
+    run(pool, "r4", text(1, tail=1))
+    assert (adaptive.num_ghosts[1], adaptive.num_ghost_hits) == (0, [0, 1])
+    assert adaptive.pool_sizes > 1
 
 
 def test_a_planted_collision_never_shares_and_nothing_behind_it_does():
@@ -369,6 +394,17 @@ def test_pins_that_keep_nothing_and_unknown_names_are_refused():
     pool.pin("known", sequence, now_s=0.0)
     with pytest.raises(UnknownPin, match="no pin 'p'; pins are: known"):
         pool.unpin("p")
+
+
+def test_a_prefix_that_several_requests_have_used_is_shared_at_once_when_it_comes_back():
+    pool = make_pool(4, "adaptive")
+    for request in ("r1", "r2"):
+        run(pool, request, text(1, 2, tail=1))
+    for number in range(4):
+        run(pool, f"one-off {number}", text(*range(10 + 4 * number, 14 + 4 * number)))
+    assert run(pool, "r3", text(1, 2, 3, tail=1)) == 0
+    assert pool.statistics().num_free == (1, 0, 1, 2)
+    pool.check()
 
 
 def test_reset_gives_up_pins_and_is_refused_while_a_sequence_lives():

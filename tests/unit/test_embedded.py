@@ -22,7 +22,7 @@ pytestmark = pytest.mark.redis
 
 def ask(url: str, command: bytes) -> bytes:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.connect(url.removeprefix("unix://"))
         connection.sendall(command + b"\r\n")
         return connection.recv(65536)
@@ -36,14 +36,14 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_until_dead(store: EmbeddedStore) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while store.pid is not None:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
 
 def wait_gone(pid: int) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while is_alive(pid):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -102,7 +102,7 @@ def start_in_a_process_that_dies(kind: str) -> tuple[int, str]:
     )
     assert parent.stdout is not None
     pid, url = parent.stdout.readline().split()
-    parent.communicate("die\n", timeout=20)
+    parent.communicate("die\n", timeout=60)
     return int(pid), url
 
 

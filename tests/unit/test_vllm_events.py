@@ -250,7 +250,7 @@ class Told:
         self.arrived.set()
 
     async def until(self, num_changes: int) -> list[BlockChange]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(self.changes) < num_changes:
                 self.arrived.clear()
                 await self.arrived.wait()

@@ -7,7 +7,13 @@ import pytest
 
 from shared.errors import ConfigError
 from shared.types import CacheScheme
-from worker.engines.vllm_options import CPU_CACHE_BYTES, VllmOptions, check_context_fits, engine_arguments
+from worker.engines.vllm_options import (
+    CPU_CACHE_BYTES,
+    VllmOptions,
+    check_context_fits,
+    check_pin_budget,
+    engine_arguments,
+)
 
 KNOWN = {"model", "block_size", "enforce_eager", "quantization", "distributed_executor_backend"}
 OPTIONS = VllmOptions(Path("/models/m"), CacheScheme("m", 64))
@@ -87,3 +93,19 @@ def test_blocks_must_hold_one_longest_request():
     check_context_fits(replace(OPTIONS, kv_cache_blocks=16), 1024)
     with pytest.raises(ConfigError, match="--kv-cache-blocks: 15 blocks of 64 tokens hold 960 tokens, less than one"):
         check_context_fits(replace(OPTIONS, kv_cache_blocks=15), 1024)
+
+
+def test_a_budget_for_pins_must_leave_room_for_one_longest_request():
+    check_pin_budget(replace(OPTIONS, pin_budget_blocks=84), 100, 1000)
+    with pytest.raises(ConfigError) as refused:
+        check_pin_budget(replace(OPTIONS, pin_budget_blocks=85), 100, 1000)
+    assert str(refused.value) == (
+        "--pin-budget-blocks: 85 of 100 blocks leave no room for one request of --max-model-len 1000, "
+        "which takes 16 blocks of 64 tokens; at most 84 can be pinned"
+    )
+
+
+def test_a_budget_for_pins_is_refused_where_a_stock_pool_keeps_none():
+    check_pin_budget(replace(OPTIONS, eviction="stock", pin_budget_blocks=0), 100, 1000)
+    with pytest.raises(ConfigError, match="--pin-budget-blocks: 10 blocks cannot be pinned under --eviction stock"):
+        check_pin_budget(replace(OPTIONS, eviction="stock", pin_budget_blocks=10), 100, 1000)

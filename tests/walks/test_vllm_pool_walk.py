@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from shared.errors import PinRefused, UnknownPin
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, CacheScheme
 from worker.engines.vllm_keys import chain_keys
-from worker.eviction import BlockClass
+from worker.free_list import BlockClass
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
 BLOCK_SIZE = 4
+BUDGET_BLOCKS = 6
 SCHEME = CacheScheme("walk", BLOCK_SIZE)
 
 
@@ -56,6 +60,37 @@ class Pool:
     def end(self, name: str) -> None:
         self.manager.free(self.live.pop(name))
 
+    def pin(self, name: str, token_ids: list[int]) -> int:
+        """As in the engine: a request of its own, whose prompt is kept before its blocks are free."""
+        self.start(self.request(f"pin {name}", token_ids))
+        try:
+            return self.manager.block_pool.pin(name, self.live[f"pin {name}"])
+        finally:
+            self.end(f"pin {name}")
+
+    def flood(self) -> None:
+        """Fill everything that is free with prompts that are used once."""
+        for number in range(self.manager.block_pool.get_num_free_blocks()):
+            self.start(self.request(f"one-off {number}", [10_000 + BLOCK_SIZE * number + i for i in range(BLOCK_SIZE)]))
+        for name in [name for name in self.live if name.startswith("one-off")]:
+            self.end(name)
+
+    def resident(self) -> set[BlockKey]:
+        return set(self.manager.block_pool.snapshot()[1])
+
+    def held(self) -> Counter[int]:
+        """How many requests and pins hold each block, as their owners tell it."""
+        held = Counter(block for pin in self.manager.block_pool.pins() for block in pin.blocks)
+        for name in self.live:
+            held.update(self.manager.get_block_ids(name)[0])
+        return held
+
+    def state(self) -> tuple[Any, ...]:
+        """All that a refused operation must leave alone."""
+        block_pool = self.manager.block_pool
+        references = [block.ref_cnt for block in block_pool.blocks]
+        return block_pool.pins(), references, block_pool._free.in_order(), self.resident()
+
     def take_events(self) -> None:
         """Apply events strictly: nothing is stored twice or removed without being stored."""
         for event in self.manager.take_events():
@@ -82,7 +117,7 @@ class Pool:
         return {block.block_id: pool._free.class_of(block.block_id) for block in pool.blocks}
 
 
-def make_pool(num_blocks: int, rule: str | None = "shared_first") -> Pool:
+def make_pool(num_blocks: int, rule: str = "shared_first", budget_blocks: int = BUDGET_BLOCKS) -> Pool:
     import torch
     from vllm.utils.hashing import sha256_cbor
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -101,8 +136,7 @@ def make_pool(num_blocks: int, rule: str | None = "shared_first") -> Pool:
         enable_caching=True,
         enable_kv_cache_events=True,
     )
-    if rule is not None:
-        KeyedBlockPool.adopt(manager, rule, SCHEME)
+    KeyedBlockPool.adopt(manager, rule, SCHEME, pin_budget_blocks=budget_blocks)
     return Pool(manager, get_request_block_hasher(BLOCK_SIZE, sha256_cbor))
 
 
@@ -186,6 +220,42 @@ def test_blocks_that_a_queued_request_will_find_count_as_just_used():
     assert set(pool.stored.values()) == set(our_keys(old) + our_keys(list(range(200, 208))))
 
 
+def test_a_class_change_while_a_request_is_queued_moves_its_free_blocks():
+    pool = make_pool(1 + 6)
+    first, second = list(range(8)), list(range(100, 108))
+    for name, token_ids in (("first", first), ("second", second)):
+        pool.start(pool.request(name, token_ids))
+        pool.end(name)
+    pool.manager.block_pool.expect(pool.request("queued", [*second, 1]))
+    pool.start(pool.request("sharing", [*first, 1]))  # overtakes it, and makes the first text shared
+    pool.end("sharing")
+    pool.start(pool.request("other", list(range(200, 216))))
+    pool.take_events()
+    assert set(pool.stored.values()) == set(our_keys(first) + our_keys(list(range(200, 216))))
+
+
+def test_a_request_is_counted_when_it_is_served_and_not_at_each_look_up():
+    pool = make_pool(20)
+    pool.start(pool.request("a", list(range(10))))
+    queued = pool.request("b", list(range(10)))
+    for _ in range(3):
+        pool.manager.get_computed_blocks(queued)
+    assert BlockClass.SHARED not in pool.classes().values()
+    pool.start(queued)
+    assert list(pool.classes().values()).count(BlockClass.SHARED) == 2
+
+
+def test_what_stands_behind_blocks_of_low_priority_goes_with_them_whatever_its_request_wants_later():
+    pool = make_pool(1 + 4, "lru")
+    pool.start(pool.request("a", list(range(5)), priority=1))
+    pool.end("a")
+    pool.start(pool.request("a", list(range(9))))  # the same request has come back with another priority
+    pool.end("a")
+    pool.start(pool.request("other", list(range(100, 112))))
+    pool.take_events()
+    assert set(pool.stored.values()) == set(our_keys(list(range(4))) + our_keys(list(range(100, 112))))
+
+
 def test_blocks_of_a_request_that_runs_later_go_first():
     pool = make_pool(1 + 4, "lru")
     urgent, later = list(range(8)), list(range(100, 108))
@@ -197,7 +267,7 @@ def test_blocks_of_a_request_that_runs_later_go_first():
     assert set(pool.stored.values()) == set(our_keys(urgent) + our_keys(list(range(200, 208))))
 
 
-def test_a_shared_prefix_that_is_missed_raises_the_head_start_and_is_counted_once():
+def test_a_shared_prefix_that_is_missed_raises_the_head_start_is_counted_once_and_comes_back_as_shared():
     pool = make_pool(1 + 4, "adaptive")
     prefix = list(range(8))
     for name in ("a", "b"):
@@ -214,6 +284,8 @@ def test_a_shared_prefix_that_is_missed_raises_the_head_start_and_is_counted_onc
     pool.start(request)
     assert (free.adaptive.num_ghost_hits, free.adaptive.num_ghosts[1]) == ([0, 2], 0)
     assert free.head_start > 1
+    pool.end("c")
+    assert free.num_free[BlockClass.SHARED] == 2
 
 
 def test_a_preempted_request_that_lost_its_blocks_moves_nothing():
@@ -230,19 +302,176 @@ def test_a_preempted_request_that_lost_its_blocks_moves_nothing():
 
 
 @pytest.mark.parametrize("rule", ["lru", "shared_first", "adaptive"])
+def test_a_pinned_prefix_outlives_a_flood_and_goes_last_block_first_when_given_up(rule: str):
+    pool = make_pool(1 + 10, rule)
+    prefix = list(range(12))
+    assert pool.pin("a", [*prefix, 1]) == 3
+    (pin,) = pool.manager.block_pool.pins()
+    pool.flood()
+    assert set(our_keys(prefix)) <= pool.resident()
+    assert pool.manager.block_pool.statistics()["num_pinned"] == 3
+    assert pool.start(pool.request("b", [*prefix, 2])) == 12
+    pool.end("b")
+    pool.manager.block_pool.unpin("a")
+    assert pool.manager.block_pool.pins() == []
+    order = pool.manager.block_pool._free.in_order()
+    assert [block for block in order if block in pin.blocks] == list(reversed(pin.blocks))
+
+
+def test_unpinning_what_is_not_pinned_names_what_is():
+    pool = make_pool(20)
+    pool.pin("a", list(range(8)))
+    with pytest.raises(UnknownPin, match="no pin 'b'; pins are: a"):
+        pool.manager.block_pool.unpin("b")
+
+
+def test_a_replaced_pin_gives_back_what_it_no_longer_keeps():
+    pool = make_pool(20)
+    pool.pin("a", list(range(16)))
+    pool.pin("b", list(range(100, 104)))
+    pool.pin("a", [*range(8), *range(50, 54)])
+    block_pool = pool.manager.block_pool
+    assert [(pin.name, len(pin.blocks)) for pin in block_pool.pins()] == [("b", 1), ("a", 3)]
+    pool.manager.block_pool.evict_all_free()
+    kept = {*our_keys([*range(8), *range(50, 54)]), *our_keys(list(range(100, 104)))}
+    assert (pool.resident(), block_pool.get_num_free_blocks()) == (kept, 19 - 4)
+
+
+def test_overlapping_pins_count_a_block_once_and_keep_it_until_the_last_is_gone():
+    pool = make_pool(20)
+    common = list(range(16))
+    pool.pin("a", [*common, *range(50, 54)])
+    pool.pin("b", [*common, *range(60, 64)])
+    block_pool = pool.manager.block_pool
+    assert block_pool.statistics()["num_pinned"] == BUDGET_BLOCKS == 4 + 1 + 1
+    block_pool.unpin("a")
+    block_pool.evict_all_free()
+    assert pool.resident() == set(our_keys([*common, *range(60, 64)]))
+    block_pool.unpin("b")
+    block_pool.evict_all_free()
+    assert (pool.resident(), block_pool.get_num_free_blocks()) == (set(), 19)
+
+
+def test_a_pin_over_budget_is_refused_with_the_figures_and_changes_nothing():
+    pool = make_pool(20)
+    block_pool = pool.manager.block_pool
+    pool.pin("a", list(range(16)))
+    request = pool.request("b", [*range(8), *range(50, 66)])
+    pool.start(request)
+    before = pool.state()
+    refusal = "pin 'b': its 6 blocks would make 8 pinned blocks, the budget is 6, 4 are pinned under other names"
+    for attempt in (
+        lambda: block_pool.check_pin("b", our_keys([*range(8), *range(50, 66)])),
+        lambda: block_pool.pin("b", request),
+    ):
+        with pytest.raises(PinRefused) as refused:
+            attempt()
+        assert (str(refused.value), pool.state()) == (refusal, before)
+    block_pool.check_pin("a", our_keys([*range(8), *range(50, 66)]))  # in place of what is there it fits
+
+
+def test_a_prompt_that_ends_on_a_block_boundary_is_pinned_again_in_the_same_blocks():
+    pool = make_pool(20)
+    pool.pin("a", list(range(8)))
+    (first,) = pool.manager.block_pool.pins()
+    pool.pin("a", list(range(8)))  # its last block is computed again, into a second copy
+    pool.pin("b", list(range(8)))
+    assert [pin.blocks for pin in pool.manager.block_pool.pins()] == [first.blocks] * 2
+
+
+def test_a_second_copy_of_a_pinned_block_goes_without_a_word():
+    pool = make_pool(1 + 6, budget_blocks=2)
+    pool.pin("a", list(range(8)))
+    pool.start(pool.request("b", list(range(8))))
+    assert sum(block.block_hash is not None for block in pool.manager.block_pool.blocks) == 3
+    pool.end("b")
+    pool.flood()
+    pool.take_events()
+    assert set(our_keys(list(range(8)))) <= set(pool.stored.values()) == pool.resident()
+
+
+def test_a_reset_takes_pins_along_and_says_so():
+    pool = make_pool(20)
+    pool.pin("a", list(range(8)))
+    pool.pin("b", list(range(12)))
+    pool.start(pool.request("c", list(range(100, 108))))
+    pool.end("c")
+    assert pool.manager.reset_prefix_cache()
+    pool.take_events()
+    block_pool = pool.manager.block_pool
+    assert (pool.stored, pool.resident(), block_pool.pins()) == ({}, set(), [])
+    assert block_pool.get_num_free_blocks() == 19
+    assert pool.pin("a", list(range(8))) == 2
+
+
+@pytest.mark.parametrize("prompt", [list(range(100, 108)), list(range(8))], ids=["own blocks", "pinned blocks"])
+def test_a_reset_that_is_refused_for_a_request_leaves_pins_alone(prompt: list[int]):
+    pool = make_pool(20)
+    pool.pin("a", list(range(12)))
+    request = pool.request("b", prompt)
+    assert pool.start(request) is not None
+    before = pool.state()
+    assert not pool.manager.reset_prefix_cache()
+    assert pool.state() == before
+    pool.end("b")
+    assert pool.manager.reset_prefix_cache()
+    assert pool.manager.block_pool.pins() == []
+
+
+def test_a_request_that_holds_only_pinned_blocks_keeps_them_from_a_reset():
+    pool = make_pool(20)
+    pool.pin("a", list(range(12)))
+    held = pool.request("b", list(range(9)))
+    computed, num_cached, _ = pool.manager.get_computed_blocks(held)
+    pool.manager.block_pool.touch(computed.blocks[0])
+    before = pool.state()
+    assert (num_cached, pool.manager.reset_prefix_cache()) == (8, False)
+    assert pool.state() == before
+
+
+def test_a_preempted_request_finds_pinned_blocks_again_and_cannot_pin_what_it_lost():
+    pool = make_pool(1 + 8)
+    pool.pin("a", list(range(8)))
+    request = pool.request("b", list(range(16)))
+    assert pool.start(request) == 8
+    pool.end("b")
+    request.num_computed_tokens = 0
+    pool.flood()
+    before = pool.state()
+    assert pool.manager.block_pool.pin("b", request) is None
+    assert pool.state() == before
+    assert pool.start(request) == 8
+    assert pool.manager.block_pool.pin("b", request) == 4
+
+
+@pytest.mark.parametrize("rule", ["lru", "shared_first", "adaptive"])
 @pytest.mark.parametrize("seed", range(15))
 def test_walk(rule: str, seed: int):
     rng = random.Random(seed)
-    pool = make_pool(rng.randrange(20, 60), rule)
+    pool = make_pool(rng.randrange(20, 60), rule, budget_blocks=rng.randrange(2, 9))
     block_pool = pool.manager.block_pool
+    kept: dict[str, list[BlockKey]] = {}
     free = block_pool._free
     parent_of: dict[BlockKey, BlockKey | None] = {}
     prefixes = [[rng.randrange(100) for _ in range(BLOCK_SIZE * rng.randrange(1, 6))] for _ in range(4)]
     for step in range(120):
         if pool.live and (rng.random() < 0.45 or len(pool.live) > 4):
-            pool.end(rng.choice(list(pool.live)))
-        elif rng.random() < 0.02 and not pool.live:
-            assert pool.manager.reset_prefix_cache()
+            ending = rng.choice(list(pool.live))
+            if rng.random() < 0.3:
+                pin_as_foretold(pool, rng.choice("abc"), pool.live[ending], kept)
+            pool.end(ending)
+        elif kept and rng.random() < 0.08:
+            name = rng.choice(list(kept))
+            del kept[name]
+            block_pool.unpin(name)
+        elif rng.random() < 0.04:
+            before = pool.state()
+            if pool.manager.reset_prefix_cache():
+                assert not pool.live
+                kept.clear()
+            else:
+                assert pool.live
+                assert pool.state() == before
         else:
             start = rng.choice(prefixes) if rng.random() < 0.6 else []
             token_ids = start + [rng.randrange(100) for _ in range(rng.randrange(1, BLOCK_SIZE * 5))]
@@ -261,7 +490,37 @@ def test_walk(rule: str, seed: int):
         assert dict(zip(hashes, keys_in_pool, strict=True)) == pool.stored, f"step {step}: events are not the content"
         assert len(pool.stored) == len(content) == free.num_keys
         resident = set(keys_in_pool)
+        assert {pin.name: len(pin.blocks) for pin in block_pool.pins()} == {
+            name: len(keys) for name, keys in kept.items()
+        }
+        assert {key for keys in kept.values() for key in keys} <= resident, f"step {step}: a pinned block has gone"
+        assert block_pool.statistics()["num_pinned"] <= block_pool.pin_budget_blocks
+        assert pool.held() == Counter(
+            {block.block_id: block.ref_cnt for block in block_pool.blocks if block.ref_cnt and not block.is_null}
+        )
         assert all(parent_of[key] is None or parent_of[key] in resident for key in resident), "child without parent"
         num_used = sum(block.ref_cnt > 0 for block in block_pool.blocks if not block.is_null)
         assert num_used + len(free) == len(block_pool.blocks) - 1
         assert all((block.ref_cnt == 0) == (block.block_id in free) for block in block_pool.blocks if not block.is_null)
+
+
+def pin_as_foretold(pool: Pool, name: str, request: Any, kept: dict[str, list[BlockKey]]) -> None:
+    """Pin a finished request's prompt; what `check_pin` says before holds, and a refusal changes nothing."""
+    keys = our_keys(request.prompt_token_ids)
+    if not keys:
+        return
+    before = pool.state()
+    refusal = refusal_of(lambda: pool.manager.block_pool.check_pin(name, keys))
+    assert refusal_of(lambda: pool.manager.block_pool.pin(name, request)) == refusal
+    if refusal is None:
+        kept[name] = keys
+    else:
+        assert pool.state() == before
+
+
+def refusal_of(attempt: Callable[[], object]) -> str | None:
+    try:
+        attempt()
+    except PinRefused as refused:
+        return str(refused)
+    return None

@@ -12,23 +12,24 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import ConfigError, ContextTooLong, EngineError, InvalidRequest
-from shared.hashing import KEY_SIZE_BYTES
+from shared.errors import ConfigError, ContextTooLong, EngineError, InvalidRequest, PinRefused, UnknownPin
 from shared.types import BlockKey, FinishReason, RequestId, Sampling
-from worker.engines.base import EngineDelta, EngineInfo, EngineRequest, EngineStats, OnBlocks, OnDeath
-from worker.engines.vllm_events import EventStream, PoolSnapshot
+from worker.engines.base import EngineDelta, EngineInfo, EngineRequest, EngineStats, OnBlocks, OnDeath, PinnedPrefix
+from worker.engines.vllm_events import EventStream
 from worker.engines.vllm_keys import refusal_of_groups, refusal_of_model
 from worker.engines.vllm_launch import Launch, launch, logged_cause, prepare_launch
-from worker.engines.vllm_options import VllmOptions
+from worker.engines.vllm_options import VllmOptions, check_pin_budget
+from worker.engines.vllm_plugin import PLUGIN, Plugin, pin_arguments
 from worker.engines.vllm_steps import StepMeter
 
 if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import SchedulerStats
@@ -60,7 +61,9 @@ class VllmEngine:
         self._progress: asyncio.Task[None] | None = None
         self._num_blocks = 0
         self._max_model_len_tokens = 0
-        self._has_plugin = False
+        self._plugin: Plugin | None = None
+        self._pin_refusal: str | None = None
+        self._num_pin_requests = 0
         self._live: set[RequestId] = set()
         self._is_closing = False
         self._death: asyncio.Future[str] | None = None
@@ -77,22 +80,33 @@ class VllmEngine:
         self._folder = Path(tempfile.mkdtemp(prefix="kvroute-"))
         try:
             prepared = await asyncio.to_thread(prepare_launch, self._options, self._folder)
-            self._has_plugin = prepared.has_plugin
+            if prepared.has_plugin:
+                self._plugin = Plugin(self._ask_plugin, self._options.scheme)
             self._llm = await asyncio.to_thread(launch, self._options, prepared, self._record_step)
             self._watch_processes(loop)
             self._progress = asyncio.create_task(self._watch_progress(), name="engine-progress")
             await self._llm.get_supported_tasks()  # asked now, so that later submits do not wait for the answer
+            config = prepared.config
+            num_blocks = config.cache_config.num_gpu_blocks
+            assert num_blocks is not None
+            self._num_blocks = num_blocks - 1  # one is vLLM's placeholder
+            self._max_model_len_tokens = config.model_config.max_model_len
+            check_pin_budget(self._options, self._num_blocks, self._max_model_len_tokens)
             self._events = EventStream(
                 self._options.scheme,
                 prepared.endpoint,
                 prepared.replay_endpoint,
                 self._on_blocks,
-                self._fetch_snapshot if self._has_plugin else None,
+                self._plugin.snapshot if self._plugin is not None else None,
             )
             if (refusal := await self._find_refusal(prepared)) is None:
                 await self._events.start()
             else:
                 self._events.refuse(refusal)
+            self._pin_refusal = refusal if self._plugin is not None else f"its eviction is {prepared.eviction}"
+            pin_budget_blocks = 0
+            if self._plugin is not None and self._pin_refusal is None:
+                pin_budget_blocks = await self._plugin.pin_budget_blocks()
         except ConfigError:
             await self.close()
             raise
@@ -100,11 +114,6 @@ class VllmEngine:
             cause = logged_cause(self._folder) or f"{type(error).__name__}: {error}"
             await self.close()
             raise EngineError(f"vLLM did not start: {cause}") from error
-        config = prepared.config
-        num_blocks = config.cache_config.num_gpu_blocks
-        assert num_blocks is not None
-        self._num_blocks = num_blocks - 1  # one is vLLM's placeholder
-        self._max_model_len_tokens = config.model_config.max_model_len
         return EngineInfo(
             name=_distribution(),
             num_blocks=self._num_blocks,
@@ -113,40 +122,20 @@ class VllmEngine:
             step_budget_tokens=config.scheduler_config.max_num_batched_tokens,
             eviction=prepared.eviction,
             is_cache_aware=self.is_cache_aware,
+            pin_budget_blocks=pin_budget_blocks,
         )
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
-        from vllm.exceptions import VLLMClientError
-        from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        llm = self._alive()
-        self._check(request)
-        params = _sampling_params(request.sampling)
-        assert self._meter is not None
-        self._live.add(request.request)
-        self._meter.submitted(num_unfinished=self._num_unfinished())
-        try:
-            prompt = tokens_input(request.token_ids, cache_salt=request.salt or None)
-            stream = llm.generate(prompt, params, request.request, priority=request.priority)
-            is_first = True
-            async with aclosing(stream):  # closed early it aborts the engine's request
-                async for output in stream:
-                    (sequence,) = output.outputs
-                    yield EngineDelta(
-                        token_ids=tuple(sequence.token_ids),
-                        finish=_finish_reason(sequence.finish_reason),
-                        cached_tokens=(output.num_cached_tokens or 0) if is_first else None,
-                    )
-                    is_first = False
-        except VLLMClientError as error:
-            raise InvalidRequest(str(error)) from error
-        except EngineDeadError as error:
-            raise EngineError(self._reason_of_death() or "the engine died") from error
-        except EngineGenerateError as error:
-            raise EngineError(f"the engine failed on this request: {error.__cause__!r}") from error
-        finally:
-            self._live.discard(request.request)
+        is_first = True
+        async with aclosing(self._compute(request, None)) as outputs:
+            async for output in outputs:
+                (sequence,) = output.outputs
+                yield EngineDelta(
+                    token_ids=tuple(sequence.token_ids),
+                    finish=_finish_reason(sequence.finish_reason),
+                    cached_tokens=(output.num_cached_tokens or 0) if is_first else None,
+                )
+                is_first = False
 
     async def cancel(self, request: RequestId) -> None:
         if request in self._live and self._llm is not None and self._reason_of_death() is None:
@@ -168,25 +157,48 @@ class VllmEngine:
         assert self._events is not None
         return await self._events.resident()
 
+    async def pin(self, name: str, token_ids: list[int], *, salt: str = "", adapter: str = "") -> PinnedPrefix:
+        self._alive()
+        if self._plugin is None or self._pin_refusal is not None:
+            raise PinRefused(f"pin {name!r}: this engine's pool keeps no pins, since {self._pin_refusal}")
+        self._num_pin_requests += 1
+        request = EngineRequest(
+            RequestId(f"kvroute-pin-{self._num_pin_requests}"), token_ids, Sampling(1, temperature=0.0), salt, adapter
+        )
+        self._check(request)
+        await self._plugin.check_pin(name, request)
+        transfer_params = None
+        async with aclosing(self._compute(request, pin_arguments(name))) as outputs:
+            async for output in outputs:
+                transfer_params = output.kv_transfer_params
+        return self._plugin.pin_outcome(name, transfer_params)
+
+    async def unpin(self, name: str) -> None:
+        self._alive()
+        if self._plugin is None:
+            raise UnknownPin(f"no pin {name!r}; this engine's pool keeps none, since {self._pin_refusal}")
+        await self._plugin.unpin(name)
+
+    async def pins(self) -> list[PinnedPrefix]:
+        self._alive()
+        return await self._plugin.pins() if self._plugin is not None else []
+
     async def reset_cache(self) -> None:
         llm = self._alive()
         assert self._events is not None
-        if self._has_plugin:
-            await self._ask("evict_all_free")
+        if self._plugin is not None:
+            await self._plugin.evict_all_free()
         elif await self._unless_dead(llm.reset_prefix_cache()):
             # Stock vLLM empties its cache when nothing is in use, or not at all.
             self._events.forget()
 
     async def pool_statistics(self) -> dict[str, Any]:
-        """Blocks free and evicted by class, cached keys and the head start; empty on a stock pool."""
-        return await self._ask("statistics") if self._has_plugin else {}
+        """Blocks free and evicted by class, cached keys, pinned blocks and the head start; empty on a stock pool."""
+        return await self._plugin.statistics() if self._plugin is not None else {}
 
     async def pool_digest(self) -> tuple[int, bytes] | None:
         """Number of resident keys and all of them exclusive-ored, for slow comparison; None on a stock pool."""
-        if not self._has_plugin:
-            return None
-        answer = await self._ask("digest")
-        return answer["num_keys"], answer["digest"]
+        return await self._plugin.digest() if self._plugin is not None else None
 
     async def close(self) -> None:
         self._is_closing = True
@@ -212,6 +224,35 @@ class VllmEngine:
         if self._llm is None or self._is_closing:
             raise EngineError("the engine is not running")
         return self._llm
+
+    async def _compute(
+        self, request: EngineRequest, extra_args: dict[str, Any] | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """vLLM's outputs for one request, and its errors as ours. `extra_args` are for the plugin."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        llm = self._alive()
+        self._check(request)
+        params = _sampling_params(request.sampling, extra_args)
+        assert self._meter is not None
+        self._live.add(request.request)
+        self._meter.submitted(num_unfinished=self._num_unfinished())
+        try:
+            prompt = tokens_input(request.token_ids, cache_salt=request.salt or None)
+            stream = llm.generate(prompt, params, request.request, priority=request.priority)
+            async with aclosing(stream):  # closed early it aborts the engine's request
+                async for output in stream:
+                    yield output
+        except VLLMClientError as error:
+            raise InvalidRequest(str(error)) from error
+        except EngineDeadError as error:
+            raise EngineError(self._reason_of_death() or "the engine died") from error
+        except EngineGenerateError as error:
+            raise EngineError(f"the engine failed on this request: {error.__cause__!r}") from error
+        finally:
+            self._live.discard(request.request)
 
     def _check(self, request: EngineRequest) -> None:
         """Raises for what vLLM would refuse late or not at all."""
@@ -243,20 +284,12 @@ class VllmEngine:
 
     async def _find_refusal(self, prepared: Launch) -> str | None:
         """Why block keys cannot describe this engine's cache; None if they can."""
-        if not self._has_plugin:
+        if self._plugin is None:
             return refusal_of_model(prepared.config.model_config)
-        groups = [(kind, block_size_tokens) for kind, block_size_tokens in await self._ask("groups")]
-        return refusal_of_groups(self._options.scheme, groups)
+        return refusal_of_groups(self._options.scheme, await self._plugin.groups())
 
-    async def _fetch_snapshot(self) -> PoolSnapshot:
-        answer = await self._ask("snapshot")
-        keys = answer["keys"]
-        split = (BlockKey(keys[start : start + KEY_SIZE_BYTES]) for start in range(0, len(keys), KEY_SIZE_BYTES))
-        return PoolSnapshot(answer["num_published"], dict(zip(answer["hashes"], split, strict=True)))
-
-    async def _ask(self, operation: str) -> Any:
-        """Ask the plugin in the engine's process."""
-        return await self._unless_dead(self._alive().engine_core.call_utility_async("kvr", operation))
+    async def _ask_plugin(self, operation: str, arguments: Sequence[Any]) -> Any:
+        return await self._unless_dead(self._alive().engine_core.call_utility_async(PLUGIN, operation, arguments))
 
     async def _unless_dead(self, answer: Any) -> Any:
         """Wait for an answer of the engine's process, which vLLM would wait for for ever if it dies meanwhile."""
@@ -339,7 +372,7 @@ def _ending(exit_code: int | None) -> str:
     return f" with {signal.Signals(-exit_code).name}" if exit_code < 0 else f" with exit code {exit_code}"
 
 
-def _sampling_params(sampling: Sampling) -> SamplingParams:
+def _sampling_params(sampling: Sampling, extra_args: dict[str, Any] | None) -> SamplingParams:
     """Raises `InvalidRequest` if vLLM finds a value out of range."""
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -358,6 +391,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
             min_tokens=sampling.min_tokens,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=list(sampling.stop_token_ids),
+            extra_args=extra_args,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from worker.engines.vllm_options import (
     VllmOptions,
     check_context_fits,
+    check_pin_budget,
     engine_arguments,
     logging_config_file,
     vllm_log_level,
@@ -80,6 +81,8 @@ def prepare_launch(options: VllmOptions, folder: Path) -> Launch:
         fallback_reason = _plug_in(options, arguments) if options.eviction != "stock" else None
         config = AsyncEngineArgs(**arguments).create_engine_config()
     check_context_fits(options, config.model_config.max_model_len)
+    if options.kv_cache_blocks is not None:
+        check_pin_budget(options, options.kv_cache_blocks, config.model_config.max_model_len)
     return Launch(
         folder,
         config,
@@ -131,7 +134,9 @@ def _plug_in(options: VllmOptions, arguments: dict[str, Any]) -> str | None:
         logger.error("eviction rule %s is NOT in force, vLLM's own pool is used: %s", options.eviction, reason)
         return reason
     arguments["scheduler_cls"] = vllm_scheduler.QUALIFIED_NAME
-    arguments["additional_config"] = vllm_scheduler.plugin_config(options.scheme, options.eviction)
+    arguments["additional_config"] = vllm_scheduler.plugin_config(
+        options.scheme, options.eviction, options.pin_budget_blocks
+    )
     return None
 
 

@@ -52,6 +52,8 @@ class VllmOptions:
     kv_cache_blocks: int | None = None
     """Blocks that sequences can use; vLLM's own placeholder block comes on top."""
     kv_cache_bytes: int | None = None
+    pin_budget_blocks: int | None = None
+    """Most blocks that pins may hold together; None for `pins.default_budget_blocks`."""
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     dtype: str = "auto"
@@ -119,6 +121,25 @@ def check_context_fits(options: VllmOptions, context_tokens: int) -> None:
         raise ConfigError(
             f"--kv-cache-blocks: {options.kv_cache_blocks} blocks of {options.scheme.block_size_tokens} tokens "
             f"hold {capacity_tokens} tokens, less than one request of --max-model-len {context_tokens}"
+        )
+
+
+def check_pin_budget(options: VllmOptions, num_blocks: int, context_tokens: int) -> None:
+    """Raises `ConfigError` if the asked budget for pins is in vain, or leaves no room for one longest request.
+
+    Such a request would wait for ever.
+    """
+    budget_blocks, block_size_tokens = options.pin_budget_blocks, options.scheme.block_size_tokens
+    if not budget_blocks:
+        return
+    if options.eviction == "stock":
+        raise ConfigError(f"--pin-budget-blocks: {budget_blocks} blocks cannot be pinned under --eviction stock")
+    longest_blocks = -(-context_tokens // block_size_tokens)
+    if budget_blocks > num_blocks - longest_blocks:
+        raise ConfigError(
+            f"--pin-budget-blocks: {budget_blocks} of {num_blocks} blocks leave no room for one request of "
+            f"--max-model-len {context_tokens}, which takes {longest_blocks} blocks of {block_size_tokens} tokens; "
+            f"at most {max(0, num_blocks - longest_blocks)} can be pinned"
         )
 
 

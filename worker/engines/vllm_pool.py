@@ -7,7 +7,7 @@ that is not eviction order, events and keys stays vLLM's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
     get_block_hash,
+    make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
 from vllm.v1.request import Request
@@ -24,39 +25,45 @@ from vllm.v1.request import Request
 from shared.types import BlockKey, CacheScheme
 from worker.engines.vllm_keys import chain_keys
 from worker.eviction import FreeBlocks
+from worker.pins import Pin, Pins
 
 NORMAL_PRIORITY = 0
 """A request's priority if nothing is said. Greater numbers run later (vLLM, `SchedulingPolicy`), and count as low."""
 
 
 class FreeQueue:
-    """Stands in for vLLM's `FreeKVCacheBlockQueue`: its blocks and methods, our order."""
+    """Stands in for vLLM's `FreeKVCacheBlockQueue`: its blocks and methods, our order.
+
+    `num_free_blocks` always equals what the rule counts. It is a field as in vLLM, which reads it for each token.
+    """
 
     def __init__(self, blocks: list[KVCacheBlock], free: FreeBlocks[BlockHashWithGroupId]) -> None:
         self._blocks = blocks
         self._free = free
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self._free)
+        self.num_free_blocks = len(free)
 
     def popleft(self) -> KVCacheBlock:
-        return self._blocks[self._free.pop()]
+        block = self._blocks[self._free.pop()]
+        self.num_free_blocks -= 1
+        return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         return [self.popleft() for _ in range(n)]
 
     def remove(self, block: KVCacheBlock) -> None:
         self._free.remove(block.block_id)
+        self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        self._free.push([block.block_id])
+        self.append_n([block])
 
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         self._free.push(block.block_id for block in blocks)
+        self.num_free_blocks = len(self._free)
 
     def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         self._free.push_unhashed(block.block_id for block in blocks)
+        self.num_free_blocks = len(self._free)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         return [self._blocks[block] for block in self._free.in_order()]
@@ -75,7 +82,8 @@ class KeyedBlockPool(BlockPool):
     """A `BlockPool` that evicts by our rule, reports no event twice, and knows our key of each cached block.
 
     Invariants: the set of stored less removed hashes in its events is exactly what it holds; `_keys` has an entry for
-    each cached block that tokens, salt and adapter describe, and for no other.
+    each cached block that tokens, salt and adapter describe, and for no other; a pin holds one reference on each of its
+    blocks, which are those that look-ups of their hashes return.
     """
 
     _free: FreeBlocks[BlockHashWithGroupId]
@@ -83,9 +91,12 @@ class KeyedBlockPool(BlockPool):
     _keys: list[BlockKey | None]
     _served_request: str | None
     _single_group: bool
+    _pins: Pins
 
     @classmethod
-    def adopt(cls, manager: KVCacheManager, rule: str, scheme: CacheScheme) -> KeyedBlockPool:
+    def adopt(
+        cls, manager: KVCacheManager, rule: str, scheme: CacheScheme, *, pin_budget_blocks: int
+    ) -> KeyedBlockPool:
         """Bring the manager's pool, all of whose blocks are free, under our rule.
 
         Raises:
@@ -103,6 +114,7 @@ class KeyedBlockPool(BlockPool):
         pool._keys = [None] * len(pool.blocks)
         pool._served_request = None
         pool._single_group = manager.num_kv_cache_groups == 1
+        pool._pins = Pins(pin_budget_blocks if pool._single_group else 0)
         pool.free_block_queue = FreeQueue(pool.blocks, pool._free)  # type: ignore[assignment]
         pool._watch_allocations_of(manager)
         return pool
@@ -122,19 +134,25 @@ class KeyedBlockPool(BlockPool):
         """As vLLM's, and tells the rule. The event names only blocks whose hash was not cached already."""
         if num_cached_blocks >= num_full_blocks:
             return
-        num_known = 0
-        for block_hash in request.block_hashes[num_cached_blocks:num_full_blocks]:
-            if self.get_cached_block(block_hash, [kv_cache_group_id]) is None:
-                break
-            num_known += 1
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )
         new_blocks = blocks[num_cached_blocks:num_full_blocks]
         is_low_priority = request.priority > NORMAL_PRIORITY
-        for block in new_blocks:
+        parent = blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None
+        num_known = 0
+        for number, block in enumerate(new_blocks):
             if block.block_hash is not None:
-                self._free.cache(block.block_id, block.block_hash, request.request_id, is_low_priority=is_low_priority)
+                is_new = self._free.cache(
+                    block.block_id,
+                    block.block_hash,
+                    request.request_id,
+                    parent=parent,
+                    is_low_priority=is_low_priority,
+                )
+                if not is_new and num_known == number:
+                    num_known += 1
+            parent = block.block_id
         event = self.kv_event_queue[-1]
         assert isinstance(event, BlockStored)
         if kv_cache_group_id == 0 and len(event.block_hashes) == len(new_blocks) and block_size == self.hash_block_size:
@@ -154,7 +172,13 @@ class KeyedBlockPool(BlockPool):
         super().touch(blocks)
 
     def reset_prefix_cache(self) -> bool:
-        """As vLLM's: all or, while a block is in use, nothing."""
+        """As vLLM's: all, pins included, or, while a request holds a block, nothing."""
+        num_held = len(self.blocks) - 1 - len(self._free)  # one is vLLM's placeholder
+        if num_held == self._pins.num_blocks and all(
+            self.blocks[block].ref_cnt == self._pins.num_pins_of(block) for block in self._pins.blocks()
+        ):
+            for pin in self._pins.all():
+                self.unpin(pin.name)
         is_reset: bool = super().reset_prefix_cache()
         if is_reset:
             self._free.clear_keys()
@@ -187,41 +211,98 @@ class KeyedBlockPool(BlockPool):
     def expect(self, request: Request) -> None:
         """A request waits that will use these blocks: spare them. Linear in the cached part of its prompt; modifies."""
         if self._single_group:
-            blocks: list[int] = []
-            for block_hash in request.block_hashes:
-                cached = self.get_cached_block(block_hash, [0])
-                if cached is None:
-                    break
-                blocks.append(cached[0].block_id)
-            self._free.refresh(blocks)
+            hashes = (make_block_hash_with_group_id(block_hash, 0) for block_hash in request.block_hashes)
+            self._free.refresh(self._free.find_all(hashes))
 
     def evict_all_free(self) -> None:
-        """Drop what is cached and not in use. Linear; modifies."""
+        """Drop what is cached and neither in use nor pinned. Linear; modifies."""
         for block_id in self._free.in_order():
             self._maybe_evict_cached_block(self.blocks[block_id])
 
     def statistics(self) -> dict[str, Any]:
-        """Counts of blocks by class, least worth first, and the head start in pool sizes; None if it is infinite."""
+        """Blocks free and evicted by class, least worth first, keys cached, blocks pinned, and the head start.
+
+        That one is in pool sizes; None if it is infinite.
+        """
         head_start = self._free.head_start
         return {
             "num_free": list(self._free.num_free),
             "num_evicted": list(self._free.num_evicted),
             "num_cached": self._free.num_keys,
+            "num_pinned": self._pins.num_blocks,
             "head_start": head_start if math.isfinite(head_start) else None,
         }
 
-    def _watch_allocations_of(self, manager: KVCacheManager) -> None:
-        """`touch` is not told for whom; the call that leads there is, so remember it for its duration."""
-        allocate_slots = manager.allocate_slots
+    # Pins.
 
-        def allocate_slots_for(request: Request, *args: Any, **kwargs: Any) -> Any:
-            self._served_request = request.request_id
+    @property
+    def pin_budget_blocks(self) -> int:
+        """Most blocks that pins may hold together."""
+        return self._pins.budget_blocks
+
+    def check_pin(self, name: str, keys: Collection[BlockKey]) -> None:
+        """Whether the full blocks of a prompt, these keys, could be kept under `name` now. Does not modify.
+
+        Raises:
+            PinRefused: the budget does not suffice.
+        """
+        wanted = set(keys)
+        self._pins.check(name, len(wanted), [block for block in self._pins.blocks() if self._keys[block] in wanted])
+
+    def pin(self, name: str, request: Request) -> int | None:
+        """Keep the full blocks of a request's prompt under `name`, in place of what was kept there; tells how many.
+
+        None, and no change, where one of them is not cached, as after a preemption; while the request holds its blocks,
+        all are.
+
+        Raises:
+            PinRefused: the budget does not suffice. Nothing has changed.
+        """
+        blocks: list[KVCacheBlock] = []
+        for block_hash in request.block_hashes[: request.num_prompt_tokens // self.hash_block_size]:
+            # Not the request's own block where that is a second copy: so all pins of a hash keep the same one.
+            cached = self.get_cached_block(block_hash, [0])
+            if cached is None:
+                return None
+            blocks += cached
+        former = self._pins.put(name, [block.block_id for block in blocks], now_s=0.0, ttl_s=None)
+        super().touch(blocks)  # the request that computed them has been taken for their use already
+        self._release(former)
+        return len(blocks)
+
+    def unpin(self, name: str) -> None:
+        """Give up a pin; what nobody else holds goes back to the rule, last block first. Modifies.
+
+        Raises:
+            UnknownPin: nothing is kept under that name.
+        """
+        self._release(self._pins.remove(name))
+
+    def pins(self) -> list[Pin]:
+        """All pins, oldest first. Does not modify."""
+        return self._pins.all()
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        self.free_blocks([self.blocks[block] for block in blocks][::-1])
+
+    # Keys and classes.
+
+    def _watch_allocations_of(self, manager: KVCacheManager) -> None:
+        """`touch` is not told for whom; the call that leads there is, so remember it for its duration.
+
+        That call comes once for each request that finds cached blocks, and not for each token.
+        """
+        coordinator = manager.coordinator
+        allocate = coordinator.allocate_new_computed_blocks
+
+        def allocate_for(request_id: str, *args: Any, **kwargs: Any) -> None:
+            self._served_request = request_id
             try:
-                return allocate_slots(request, *args, **kwargs)
+                allocate(request_id, *args, **kwargs)
             finally:
                 self._served_request = None
 
-        manager.allocate_slots = allocate_slots_for  # type: ignore[method-assign]
+        coordinator.allocate_new_computed_blocks = allocate_for  # type: ignore[method-assign]
 
     def _set_keys(self, blocks: list[KVCacheBlock], parent: KVCacheBlock | None, event: BlockStored) -> None:
         if event.block_size != self._scheme.block_size_tokens:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Sequence
 from functools import reduce
 from operator import xor
 from typing import Any, cast
@@ -16,18 +17,23 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, EventPublisher, KVEventBatch
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
-from shared.types import CacheScheme
+from shared.errors import PinRefused, UnknownPin
+from shared.hashing import KEY_SIZE_BYTES
+from shared.types import BlockKey, CacheScheme
+from worker.engines.vllm_plugin import PLUGIN
 from worker.engines.vllm_pool import FreeQueue, KeyedBlockPool
+from worker.pins import default_budget_blocks
 
 QUALIFIED_NAME = f"{__name__}.scheduler"
-CONFIG_KEY = "kvr"
 KNOWN_VERSIONS = ("0.32.",)
 
 _SURFACE: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
@@ -53,12 +59,13 @@ _SURFACE: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (BlockPool, "_emit_block_removed_events", ("block_hashes",)),
     (BlockPool, "_maybe_evict_cached_block", ("block",)),
     (BlockHashToBlockMap, "get_one_block", ("key",)),
-    (KVCacheManager, "allocate_slots", ("request", "num_new_tokens")),
+    (KVCacheCoordinator, "allocate_new_computed_blocks", ("request_id", "new_computed_blocks")),
     (KVCacheManager, "take_events", ()),
     (KVCacheManager, "reset_prefix_cache", ()),
     (EventPublisher, "publish", ("events",)),
     (Scheduler, "add_request", ("request",)),
     (Scheduler, "reset_prefix_cache", ("reset_running_requests", "reset_connector")),
+    (Scheduler, "_free_request", ("request", "delay_free_blocks")),
 )
 """Owner, method and the first of its parameters, in order."""
 
@@ -80,6 +87,7 @@ def check_surface() -> str | None:
     for struct, fields in (
         (BlockStored, {"block_hashes", "parent_block_hash", "token_ids", "block_size", "extra_keys", "lora_name"}),
         (BlockRemoved, {"block_hashes", "medium"}),
+        (EngineCoreOutput, {"kv_transfer_params"}),
     ):
         if missing := fields - set(struct.__struct_fields__):
             return f"{struct.__name__} has no {', '.join(sorted(missing))}"
@@ -88,11 +96,15 @@ def check_surface() -> str | None:
     return None
 
 
-def plugin_config(scheme: CacheScheme, rule: str) -> dict[str, Any]:
-    """What goes into vLLM's `additional_config` for `scheduler` to find in the engine's process."""
+def plugin_config(scheme: CacheScheme, rule: str, pin_budget_blocks: int | None) -> dict[str, Any]:
+    """What goes into vLLM's `additional_config` for `scheduler` to find in the engine's process.
+
+    Without a budget for pins the default for the pool is taken.
+    """
     return {
-        CONFIG_KEY: {
+        PLUGIN: {
             "rule": rule,
+            "pin_budget_blocks": pin_budget_blocks,
             "model": scheme.model,
             "block_size_tokens": scheme.block_size_tokens,
             "key_version": scheme.key_version,
@@ -104,14 +116,14 @@ def scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     """The scheduler of an engine, synchronous or not as vLLM decided. Called by vLLM, in the engine's process."""
     from vllm.v1.engine.core import EngineCore
 
-    EngineCore.kvr = _serve  # type: ignore[attr-defined]
+    setattr(EngineCore, PLUGIN, _serve)
     is_async = vllm_config.scheduler_config.async_scheduling
     return (_AsyncKeyedScheduler if is_async else _KeyedScheduler)(vllm_config=vllm_config, **kwargs)
 
 
-def _serve(engine_core: Any, operation: str) -> Any:
-    """What the worker's process may ask: `groups`, `snapshot`, `digest`, `statistics`, `evict_all_free`."""
-    return getattr(engine_core.scheduler, f"kvr_{operation}")()
+def _serve(engine_core: Any, operation: str, arguments: Sequence[Any]) -> Any:
+    """What the worker's process may ask: the methods of `_KeyedPoolMixin` that begin with `kvr_`."""
+    return getattr(engine_core.scheduler, f"kvr_{operation}")(*arguments)
 
 
 class _CountingPublisher(EventPublisher):
@@ -141,9 +153,14 @@ class _KeyedPoolMixin:
 
     def __init__(self, vllm_config: VllmConfig, **kwargs: Any) -> None:
         super().__init__(vllm_config=vllm_config, **kwargs)  # type: ignore[call-arg]
-        config = vllm_config.additional_config[CONFIG_KEY]  # type: ignore[index]
+        config = vllm_config.additional_config[PLUGIN]  # type: ignore[index]
         scheme = CacheScheme(config["model"], config["block_size_tokens"], config["key_version"])
-        self._kvr_pool = KeyedBlockPool.adopt(self.kv_cache_manager, config["rule"], scheme)
+        budget = config["pin_budget_blocks"]
+        if budget is None:
+            blocks_of_longest_request = -(-vllm_config.model_config.max_model_len // scheme.block_size_tokens)
+            # One of the blocks is vLLM's placeholder.
+            budget = default_budget_blocks(self.kv_cache_config.num_blocks - 1, blocks_of_longest_request)
+        self._kvr_pool = KeyedBlockPool.adopt(self.kv_cache_manager, config["rule"], scheme, pin_budget_blocks=budget)
         self._kvr_publisher = _CountingPublisher(self.kv_event_publisher)
         self.kv_event_publisher = self._kvr_publisher
 
@@ -151,6 +168,21 @@ class _KeyedPoolMixin:
         """As vLLM's; the blocks that the request will find count as just used from now on."""
         super().add_request(request)  # type: ignore[misc]
         self._kvr_pool.expect(request)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """As vLLM's, and tells of it now, where vLLM tells with its next step only."""
+        is_reset: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)  # type: ignore[misc]
+        self._kvr_publish()
+        return is_reset
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> tuple[Any, Any]:
+        """As vLLM's; a finished request that asks for a pin gets it while its blocks are still held.
+
+        How that went travels with the request's last output, in a field that vLLM passes on as it is.
+        """
+        outcome = self._kvr_pin_if_asked(request)
+        transfer, encoder_transfer = super()._free_request(request, delay_free_blocks)  # type: ignore[misc]
+        return (transfer if outcome is None else {**(transfer or {}), PLUGIN: outcome}), encoder_transfer
 
     def kvr_groups(self) -> list[tuple[str, int]]:
         """Kind and block size of each group of the cache."""
@@ -181,6 +213,45 @@ class _KeyedPoolMixin:
     def kvr_evict_all_free(self) -> None:
         self._kvr_pool.evict_all_free()
         self._kvr_publish()
+
+    def kvr_pin_budget(self) -> int:
+        return self._kvr_pool.pin_budget_blocks
+
+    def kvr_check_pin(self, name: str, joined_keys: bytes) -> str | None:
+        """Why these full blocks cannot be kept under that name; None if they can."""
+        keys = [
+            BlockKey(joined_keys[start : start + KEY_SIZE_BYTES])
+            for start in range(0, len(joined_keys), KEY_SIZE_BYTES)
+        ]
+        try:
+            self._kvr_pool.check_pin(name, keys)
+        except PinRefused as refused:
+            return str(refused)
+        return None
+
+    def kvr_unpin(self, name: str) -> str | None:
+        """Gives up a pin. Why it cannot; None if it is done."""
+        try:
+            self._kvr_pool.unpin(name)
+        except UnknownPin as unknown:
+            return str(unknown)
+        return None
+
+    def kvr_pins(self) -> list[tuple[str, int]]:
+        """Name and number of blocks of each pin, oldest first."""
+        return [(pin.name, len(pin.blocks)) for pin in self._kvr_pool.pins()]
+
+    def _kvr_pin_if_asked(self, request: Request) -> dict[str, Any] | None:
+        """Keep the prompt of a finished request that asks for it. How that went; None if it does not or was aborted."""
+        params = request.sampling_params
+        asked = ((params.extra_args if params is not None else None) or {}).get(PLUGIN)
+        is_complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if asked is None or not is_complete:
+            return None
+        try:
+            return {"num_blocks": self._kvr_pool.pin(asked["pin"], request)}
+        except PinRefused as refused:
+            return {"refusal": str(refused)}
 
     def _kvr_publish(self) -> None:
         """vLLM publishes with a step only; what waits for one goes out now."""

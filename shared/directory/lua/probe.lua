@@ -4,9 +4,11 @@
 -- KEYS[2] stream
 -- KEYS[3] set
 -- KEYS[4] set
+-- KEYS[5] string
+-- KEYS[6] zset
 -- Returns OK, or the first error.
 
-local hash, stream, set, renamed = unpack(KEYS)
+local hash, stream, set, renamed, text, sorted = unpack(KEYS)
 local first_error
 local function try(...)
   local reply = redis.pcall(...)
@@ -19,6 +21,9 @@ end
 try('HSET', hash, 'seq', 0, 'epoch', 0)
 try('HGET', hash, 'seq')
 try('HMGET', hash, 'seq', 'epoch')
+try('HGETALL', hash)
+try('HEXISTS', hash, 'seq')
+try('HLEN', hash)
 try('HDEL', hash, 'epoch')
 try('PEXPIRE', hash, 1000)
 try('PEXPIRETIME', hash)
@@ -26,12 +31,20 @@ try('PEXPIREAT', hash, 1)
 try('PTTL', hash)
 try('XADD', stream, 'MAXLEN', '~', 1, '*', 'seq', 0)
 try('TYPE', stream)
+try('EXISTS', stream)
 try('SADD', set, 'a', 'b')
 try('SREM', set, 'b')
 try('SCARD', set)
 try('SMEMBERS', set)
 try('SMISMEMBER', set, 'a')
 try('RENAME', set, renamed)
+try('SET', text, 'a')
+try('GET', text)
+try('ZADD', sorted, 1, 'a')
+try('ZSCORE', sorted, 'a')
+try('ZRANGEBYSCORE', sorted, 0, 0)
+try('ZREMRANGEBYRANK', sorted, 1, 1)
+try('ZREM', sorted, 'a')
 try('TIME')
-try('UNLINK', hash, stream, set, renamed)
+try('UNLINK', unpack(KEYS))
 return first_error or 'OK'
