@@ -26,8 +26,9 @@ async def connect_directory(
 ) -> Directory:
     """The directory at `url`: `memory://`, `redis://`, `rediss://` or `unix:///path`.
 
-    `memory://` is a new, empty directory on the clock of the running loop, for this process alone. Raises `ConfigError`
-    for a malformed URL or a server that is too old, `DirectoryUnavailable` if none answers and `must_answer`.
+    `memory://` is a new, empty directory on the clock of the running loop, for this process alone. A URL of one node of
+    a Redis Cluster leads to all of them. Raises `ConfigError` for a malformed URL, a server that is too old or one that
+    refuses the user; with `must_answer`, `DirectoryUnavailable` for one that does not answer or takes no writes now.
     """
     # Imported only when asked for: a router or tool on one kind needs nothing of the other.
     if _is_memory(url):

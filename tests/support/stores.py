@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
 
 from shared.directory.base import Directory, Reply
 from shared.directory.embedded import EmbeddedStore, find_server
@@ -20,6 +21,7 @@ from shared.directory.redis_pin_board import RedisPinBoard
 from shared.errors import ConfigError
 from shared.hashing import pack_tokens
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Holder, Instance, WorkerId, WorkerInfo
+from tests.support.servers import ClusterProcesses, ServerProcess
 
 SCHEME = CacheScheme("org/model", 64)
 LONG_LEASE_S = 600.0
@@ -92,7 +94,7 @@ class Bench:
     connect: Callable[[CacheScheme], Directory]
     """Another directory on the same store, for another scheme."""
     clock: Clock | None
-    client: Redis | None
+    client: Redis | RedisCluster | None
 
     async def let_expire(self, name: str, in_epoch: Epoch, seq: int) -> None:
         """Let one worker's lease run out, and no other's."""
@@ -115,16 +117,37 @@ async def memory_bench() -> AsyncIterator[Bench]:
     yield Bench(MemoryDirectory(SCHEME, clock), lambda scheme: MemoryDirectory(scheme, clock), clock, None)
 
 
+STORES = {
+    "valkey": "embedded_store",
+    "redis": "redis_server",
+    "redis with TLS and an ACL": "secured_server",
+    "redis cluster": "redis_cluster",
+}
+"""Kind of store -> the fixture that runs it."""
+
+
+class Store(Protocol):
+    """A running server, or cluster of them, at a URL that directories take."""
+
+    @property
+    def url(self) -> str: ...
+
+
+def client_of(store: Store) -> Redis | RedisCluster:
+    """A client that may do everything."""
+    return store.client() if isinstance(store, (ServerProcess, ClusterProcesses)) else Redis.from_url(store.url)
+
+
 @asynccontextmanager
-async def redis_bench(store: EmbeddedStore) -> AsyncIterator[Bench]:
-    """A directory on the server, which is emptied first."""
+async def redis_bench(store: Store) -> AsyncIterator[Bench]:
+    """A directory on the store, which is emptied first."""
     opened = [RedisDirectory(store.url, SCHEME, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S)]
 
     def connect(scheme: CacheScheme) -> Directory:
         opened.append(RedisDirectory(store.url, scheme, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S))
         return opened[-1]
 
-    client = Redis.from_url(store.url)
+    client = client_of(store)
     await client.flushall()
     try:
         yield Bench(opened[0], connect, None, client)
@@ -151,7 +174,7 @@ class BoardBench:
 
     board: PinBoard
     clock: Clock | None
-    client: Redis | None
+    client: Redis | RedisCluster | None
 
     async def abandon(self, name: str) -> None:
         """Let the time run out for which a pin outlives its workers."""
@@ -184,9 +207,9 @@ async def memory_board() -> AsyncIterator[BoardBench]:
 
 
 @asynccontextmanager
-async def redis_board(store: EmbeddedStore) -> AsyncIterator[BoardBench]:
-    """A board on the server, which is emptied first."""
-    client = Redis.from_url(store.url)
+async def redis_board(store: Store) -> AsyncIterator[BoardBench]:
+    """A board on the store, which is emptied first."""
+    client = client_of(store)
     await client.flushall()
     board = RedisPinBoard(store.url, SCHEME, deadline_s=PATIENT_S)
     try:

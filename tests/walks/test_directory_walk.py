@@ -9,17 +9,17 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from shared.directory.base import Directory
-from shared.directory.embedded import EmbeddedStore
 from shared.directory.memory import MemoryDirectory
 from shared.errors import WorkerIdTaken
 from shared.types import BlockKey, WorkerId
 from tests.support.flaky_directory import FlakyDirectory
+from tests.support.servers import redis_cluster
 from tests.support.stores import LONG_LEASE_S, SCHEME, embedded_store, key, redis_bench, worker_info
 from tests.support.vtime import run_virtual
 from worker.engines.base import BlockChange
 from worker.publisher import Publisher
 
-__all__ = ["embedded_store"]
+__all__ = ["embedded_store", "redis_cluster"]
 
 NUM_WORKERS = 3
 NUM_KEYS = 60
@@ -223,8 +223,9 @@ def test_memory_directory_tells_the_truth_after_quiet(seed: int) -> None:
 
 
 @pytest.mark.redis
-async def test_real_server_tells_the_truth_after_quiet(embedded_store: EmbeddedStore) -> None:
-    async with redis_bench(embedded_store) as bench:
+@pytest.mark.parametrize("store", ["embedded_store", "redis_cluster"])
+async def test_real_store_tells_the_truth_after_quiet(request: pytest.FixtureRequest, store: str) -> None:
+    async with redis_bench(request.getfixturevalue(store)) as bench:
         flaky = FlakyDirectory(bench.directory, rng=random.Random(1000), longest_delay_s=0.1)
         client = bench.client
         assert client is not None
