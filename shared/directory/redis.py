@@ -37,6 +37,7 @@ from shared.directory.base import (
     check_scheme,
 )
 from shared.directory.breaker import Breaker
+from shared.directory.redis_feed import RedisFeed
 from shared.errors import ConfigError, DirectoryUnavailable, ProtocolError
 from shared.hashing import KEY_SIZE_BYTES
 from shared.messages import decode_record, encode_record
@@ -106,6 +107,23 @@ class RedisDirectory:
     @property
     def num_breaker_openings(self) -> int:
         return self._breaker.num_openings
+
+    @property
+    def breaker(self) -> Breaker:
+        """For another reader of the same store: one outage is one alarm."""
+        return self._breaker
+
+    def feed(self, reader: str, *, canary_s: float = 60.0) -> RedisFeed:
+        """What a mirror reads, over this directory's connections. `reader` names its canary in the store."""
+        return RedisFeed(
+            self._client,
+            self._call,
+            self._keys,
+            namespace=self._scheme.namespace,
+            reader=reader,
+            deadline_s=self._publish_deadline_s,
+            canary_s=canary_s,
+        )
 
     async def connect(self) -> None:
         """Connect and check the server's version, as the first call does otherwise.
