@@ -98,9 +98,10 @@ class Follower:
             self._has_followed.clear()
         self.moved.set()
 
-    def places(self) -> dict[WorkerId, tuple[Epoch, int]]:
-        """Epoch and last applied batch of every worker that is followed."""
-        return {worker: (followed.epoch, followed.seq) for worker, followed in self._worker_to_followed.items()}
+    def num_batches_behind(self, worker: WorkerId, lease: Lease) -> int:
+        """How far the worker's copy is behind a store that showed `lease`; 0 for one that is not followed."""
+        followed = self._worker_to_followed.get(worker)
+        return max(0, lease.seq - followed.seq) if followed is not None and followed.epoch == lease.epoch else 0
 
     def is_level(self, worker: WorkerId, lease: Lease) -> bool:
         """Whether the worker is shown and has come as far as `lease` tells."""
@@ -109,32 +110,26 @@ class Follower:
             followed is not None and followed.is_shown and followed.epoch == lease.epoch and followed.seq >= lease.seq
         )
 
-    def see(self, worker: WorkerId, lease: Lease, place_before: tuple[Epoch, int] | None) -> None:
-        """Hold what the store tells of a worker against its copy; load it where that is new or has gone astray.
-
-        `place_before` is where the copy stood before the store was asked. Modifies.
-        """
+    def see(self, worker: WorkerId, lease: Lease) -> None:
+        """Hold what the store tells of a worker against its copy: load it if it is new or has gone astray. Modifies."""
         followed = self._worker_to_followed.get(worker)
         if followed is None:
             if worker not in self._worker_to_load:
                 self._load(worker)
-        elif self._has_gone_astray(followed, lease, place_before):
-            logger.info("the mirror's copy of worker %s differs from the store and is loaded again", worker)
+        elif self._has_gone_astray(followed, lease):
+            logger.info("the mirror's copy of worker %s is behind its stream and is loaded again", worker)
             self._reload(worker)
 
-    def _has_gone_astray(self, followed: _Followed, lease: Lease, place_before: tuple[Epoch, int] | None) -> bool:
+    def _has_gone_astray(self, followed: _Followed, lease: Lease) -> bool:
         """Whether the stream will never lead the copy to where the store is.
 
-        A store that came back with old contents, or with a clock that went back, stands before the copy or adds entries
-        where nobody reads any more. A copy that is merely late goes on with each read, so what counts is standing still
-        behind the store through whole reads.
+        Entries may have been trimmed before they were read, or been added where nobody reads any more, by a store whose
+        clock went back. A copy that is merely late goes on with each read, so what counts is standing still behind the
+        store through whole reads. One that is *before* the store is right: the publisher will mend the store.
         """
-        if place_before is not None and lease.epoch == place_before[0]:
-            if lease.seq < place_before[1]:
-                return True
-            if lease.seq <= followed.seq:
-                followed.behind = None
-                return False
+        if lease.epoch == followed.epoch and lease.seq <= followed.seq:
+            followed.behind = None
+            return False
         if followed.behind is not None and followed.behind[0] == followed.entry:
             return self._num_reads >= followed.behind[1] + _READS_TO_BE_SURE
         followed.behind = followed.entry, self._num_reads

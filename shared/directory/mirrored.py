@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.directory.base import Directory, Match, Reply, WorkerRecord
@@ -78,6 +78,11 @@ class MirroredDirectory:
         return self._breaker.is_open
 
     @property
+    def shown(self) -> KeysView[WorkerId]:
+        """Workers that are matched from memory."""
+        return self._mirror.shown
+
+    @property
     def num_entries(self) -> int:
         """Pairs of a worker and a block that the mirror holds now."""
         return self._mirror.num_entries
@@ -94,12 +99,9 @@ class MirroredDirectory:
 
     @property
     def num_batches_behind(self) -> int:
-        """Batches that the store was ahead of the mirror when it was last looked at, over all workers."""
-        places = self._follower.places()
+        """Batches of all workers that the mirror has yet to take in to be where the store was when last looked at."""
         return sum(
-            max(0, known.lease.seq - places[worker][1])
-            for worker, known in self._worker_to_known.items()
-            if worker in places and places[worker][0] == known.lease.epoch
+            self._follower.num_batches_behind(worker, known.lease) for worker, known in self._worker_to_known.items()
         )
 
     def start(self) -> None:
@@ -207,7 +209,6 @@ class MirroredDirectory:
         clock = asyncio.get_running_loop().time
         async with self._refreshing:
             asked_at_s = clock()
-            places = self._follower.places()
             try:
                 is_canary_kept = await self._feed.beat()
                 leases = await self._feed.leases(self._worker_to_known)
@@ -224,7 +225,7 @@ class MirroredDirectory:
                 self._excused_until_s = now + self._longest_lease_s()
             for worker, lease in leases.items():
                 self._worker_to_known[worker] = _Known(lease, asked_at_s + lease.ttl_s)
-                self._follower.see(worker, lease, places.get(worker))
+                self._follower.see(worker, lease)
             if now >= self._excused_until_s:
                 for worker in [worker for worker in self._worker_to_known if worker not in leases]:
                     del self._worker_to_known[worker]

@@ -4,7 +4,7 @@
                                          the snapshot in the making)
     kvr:{<ns>:<worker>}:blocks   set     resident block keys, 16 bytes each
     kvr:{<ns>:<worker>}:staged   set     the snapshot in the making
-    kvr:{<ns>:<worker>}:events   stream  applied batches, capped: epoch, seq, holder (rank:tier:group), stored, removed;
+    kvr:{<ns>:<worker>}:events   stream  batches applied of late: epoch, seq, holder (rank:tier:group), stored, removed;
                                          an entry of seq 0 tells that everything before it is void
     kvr:{<ns>}:workers           set     ids announced and not yet reaped
 
