@@ -37,6 +37,7 @@ _FORGOTTEN_BLOCKS = 10_000
 _BATCH_BLOCKS = 512
 _TAIL_BLOCKS = 60
 _NUM_CALLS = 2000
+_EVENTS_ARE_OLD_AFTER_S = 11.0
 
 Say = Callable[[str], None]
 
@@ -147,10 +148,10 @@ async def _measure_applying(url: str, say: Say, num_publishers: int, num_events:
     """Until the mirror, too, has taken everything in, with a match every millisecond on the same loop."""
     say(f"{num_publishers} publishers, a mirror that follows, and matches")
     rng = random.Random(0)
-    keys = _split(rng.randbytes(_BATCH_BLOCKS * KEY_SIZE_BYTES))
     delays_us: list[float] = []
     async with _opened(url) as (directory, _), _mirrored(url, "follower") as mirrored:
         workers = await _register(directory, num_publishers)
+        batches = [tuple(_split(rng.randbytes(_BATCH_BLOCKS * KEY_SIZE_BYTES))) for _ in range(64)]
         await mirrored.caught_up()
 
         async def match() -> None:
@@ -158,11 +159,12 @@ async def _measure_applying(url: str, say: Say, num_publishers: int, num_events:
                 asked_at_s = time.perf_counter()
                 await asyncio.sleep(0.001)
                 delays_us.append((time.perf_counter() - asked_at_s - 0.001) * 1e6)
-                await mirrored.match(keys[:_CHAIN_BLOCKS], workers)
+                await mirrored.match(batches[0][:_CHAIN_BLOCKS], workers)
 
         async def publish(worker: WorkerId) -> None:
             for seq in range(1, num_events // num_publishers // _BATCH_BLOCKS + 1):
-                stored, removed = (tuple(keys), ()) if seq % 2 else ((), tuple(keys))
+                # Half of the batches are resident at any time.
+                stored, removed = (batches[seq % 64], ()) if seq // 64 % 2 == 0 else ((), batches[seq % 64])
                 await directory.apply(EventBatch(Holder(worker, _EPOCH), seq, stored, removed))
 
         matching = asyncio.create_task(match())
@@ -220,16 +222,21 @@ async def _measure_churn(url: str, say: Say, num_requests: int) -> dict[str, flo
                     await directory.apply(EventBatch(Holder(worker, _EPOCH), seq, stored, removed))
             await mirrored.caught_up()
 
-        # The stream of applied batches is as long as it may get after this.
-        await churn(num_requests // 10)
-        gc.collect()
-        store_before, mirror_before = await _used_bytes(client), _resident_bytes()
+        async def rest() -> tuple[int, int]:
+            """Bytes of store and of this process once heartbeats have dropped the events that are old by then."""
+            await asyncio.sleep(_EVENTS_ARE_OLD_AFTER_S)
+            await directory.heartbeat(worker, _EPOCH, seq, _LEASE_S)
+            gc.collect()
+            return await _used_bytes(client), _resident_bytes()
+
+        await churn(num_requests // 10)  # all tables have their sizes after this
+        store_before, mirror_before = await rest()
         await churn(num_requests)
-        gc.collect()
+        store_after, mirror_after = await rest()
         return {
             "churn_keys_left": float(len(await directory.resident(worker)) + mirrored.num_entries - 2000),
-            "churn_store_growth_bytes": float(await _used_bytes(client) - store_before),
-            "churn_mirror_growth_bytes": float(_resident_bytes() - mirror_before),
+            "churn_store_growth_bytes": float(store_after - store_before),
+            "churn_mirror_growth_bytes": float(mirror_after - mirror_before),
         }
 
 
@@ -248,7 +255,7 @@ async def _opened(url: str) -> AsyncIterator[tuple[RedisDirectory, Redis]]:
 @asynccontextmanager
 async def _mirrored(url: str, reader: str) -> AsyncIterator[MirroredDirectory]:
     directory = _directory(url)
-    mirrored = MirroredDirectory(directory, directory.feed(reader), directory.breaker)
+    mirrored = MirroredDirectory(directory, directory.feed(reader, deadline_s=_DEADLINE_S), directory.breaker)
     mirrored.start()
     try:
         yield mirrored

@@ -91,6 +91,11 @@ class Mirror:
         """Workers that are matched."""
         return self._worker_to_copy.keys()
 
+    def resident(self, worker: WorkerId) -> set[BlockKey] | None:
+        """Every key that a worker holds; `None` if it is not matched. Linear in its blocks."""
+        copy = self._worker_to_copy.get(worker)
+        return None if copy is None else set(copy.resident)
+
     def begin(self, worker: WorkerId, instance: Instance) -> Copy:
         """An empty copy, which is not matched before it is shown. Modifies."""
         if self._free_slots:

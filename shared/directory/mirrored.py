@@ -172,12 +172,17 @@ class MirroredDirectory:
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
         return await self._inner.resident(worker)
 
+    def mirrored(self, worker: WorkerId) -> set[BlockKey] | None:
+        """Every key that the mirror has of one worker; `None` if it has none of it. For tools and tests."""
+        return self._mirror.resident(worker)
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._follower.close()
-        await self._feed.close()
+        if not self._breaker.is_open:
+            await self._feed.close()
         await self._inner.close()
 
     # Leases.

@@ -113,7 +113,7 @@ class RedisDirectory:
         """For another reader of the same store: one outage is one alarm."""
         return self._breaker
 
-    def feed(self, reader: str, *, canary_s: float = 60.0) -> RedisFeed:
+    def feed(self, reader: str, *, deadline_s: float = 1.0, canary_s: float = 60.0) -> RedisFeed:
         """What a mirror reads, over this directory's connections. `reader` names its canary in the store."""
         return RedisFeed(
             self._client,
@@ -121,7 +121,7 @@ class RedisDirectory:
             self._keys,
             namespace=self._scheme.namespace,
             reader=reader,
-            deadline_s=self._publish_deadline_s,
+            deadline_s=min(deadline_s, self._publish_deadline_s),
             canary_s=canary_s,
         )
 

@@ -7,6 +7,7 @@ The layout of what is read is that of `shared.directory.redis`.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -23,6 +24,8 @@ from shared.types import BlockKey, Epoch, EventBatch, Holder, Instance, WorkerId
 _LEASE_FIELDS = ("instance", "epoch", "seq")
 _MAX_ENTRIES_PER_READ = 64
 """Over all streams, as far as each gets one: an entry may have 64 KiB."""
+_KEYS_PER_TURN = 2048
+"""Keys taken out of a reply after which the loop's other tasks have a turn: under a millisecond."""
 _GPU_HOLDER = b"0:gpu:0"
 _START = EntryId("0-0")
 
@@ -146,10 +149,17 @@ class RedisFeed:
                 found: Any = await self._client.xread(stream_to_entry, count=count, block=wait_ms)
             except ResponseError as error:
                 return await self._find_unreadable(error, stream_to_worker, worker_to_entry)
-            news = {}
+            news: dict[WorkerId, list[Entry]] = {}
+            num_keys = 0
             for name, rows in found or ():
                 worker = stream_to_worker[name.decode()]
-                news[worker] = [self._parse_entry(worker, entry, fields) for entry, fields in rows]
+                for raw_entry, fields in rows:
+                    entry = self._parse_entry(worker, raw_entry, fields)
+                    news.setdefault(worker, []).append(entry)
+                    num_keys += len(entry.batch.stored) + len(entry.batch.removed) if entry.batch is not None else 0
+                    if num_keys >= _KEYS_PER_TURN:
+                        num_keys = 0
+                        await asyncio.sleep(0)
             return news
 
         return await self._call("read", self._deadline_s, work)

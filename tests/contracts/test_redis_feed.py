@@ -63,7 +63,7 @@ class Reader:
 
     def __init__(self, store: EmbeddedStore) -> None:
         inner = RedisDirectory(store.url, SCHEME, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S)
-        self.feed: RedisFeed = inner.feed("reader")
+        self.feed: RedisFeed = inner.feed("reader", deadline_s=PATIENT_S)
         self.directory = MirroredDirectory(inner, self.feed, inner.breaker, refresh_s=0.05, wait_s=0.02)
         self.directory.start()
 

@@ -141,7 +141,11 @@ async def mirrored_bench(store: EmbeddedStore) -> AsyncIterator[Bench]:
 def mirrored(directory: RedisDirectory) -> MirroredDirectory:
     """A mirror over `directory` that follows closely."""
     opened = LevelDirectory(
-        directory, directory.feed(f"reader-{id(directory)}"), directory.breaker, refresh_s=0.05, wait_s=0.01
+        directory,
+        directory.feed(f"reader-{id(directory)}", deadline_s=PATIENT_S),
+        directory.breaker,
+        refresh_s=0.05,
+        wait_s=0.01,
     )
     opened.start()
     return opened

@@ -272,6 +272,7 @@ def test_worker_that_leaves_is_forgotten_at_the_next_look() -> None:
             await store.forget(W1, instance(1))
             await asyncio.sleep(1.1)
             assert reader.directory.shown == set()
+            assert reader.directory.mirrored(W1) is None
             assert await reader.depths(range(5), W1) == {}
 
     run_virtual(scenario())
