@@ -215,8 +215,9 @@ class MirroredDirectory:
         async with self._refreshing:
             asked_at_s = clock()
             try:
-                is_canary_kept = await self._feed.beat()
                 leases = await self._feed.leases(self._worker_to_known)
+                # After the leases: whatever took them away before they were read has taken the canary, too.
+                is_canary_kept = await self._feed.beat()
             except DirectoryUnavailable as error:
                 self._is_store_suspect = True
                 self._breaker.miss(clock(), str(error))

@@ -330,6 +330,28 @@ def test_store_at_fault_gives_everybody_one_lease_to_come_back_in(fault: str) ->
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("call", ["leases", "beat"])
+def test_store_that_loses_all_in_the_middle_of_a_look_is_at_fault(call: str) -> None:
+    async def scenario() -> None:
+        store = Store()
+        await store.hold("w1", range(5), lease_s=5.0)
+        async with reading(store) as reader:
+            work = getattr(reader.feed, call)
+
+            async def lose_all(*arguments: object) -> object:
+                store.flush()
+                setattr(reader.feed, call, work)
+                return await work(*arguments)
+
+            setattr(reader.feed, call, lose_all)
+            await asyncio.sleep(2.5)
+            assert await reader.depths_in_memory(range(5), W1) == {W1: 5}
+            await asyncio.sleep(6.0)
+            assert reader.directory.shown == set()
+
+    run_virtual(scenario())
+
+
 def test_outage_is_one_alarm_and_matches_of_that_time_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         store = Store()
