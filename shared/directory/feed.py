@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -61,7 +61,7 @@ class Feed(Protocol):
         """Where a worker stands; `None` without a lease, or with values that are malformed."""
         ...
 
-    def scan(self, worker: WorkerId) -> AsyncIterator[Sequence[BlockKey]]:
+    def scan(self, worker: WorkerId) -> AsyncGenerator[Sequence[BlockKey], None]:
         """A worker's resident set in pieces.
 
         A key that stays resident from beginning to end comes at least once; one that comes or goes meanwhile may or may

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from shared.directory.feed import Entry, EntryId, Feed, Lease
@@ -67,10 +68,6 @@ class Follower:
         """Set whenever a worker has come further; cleared by whoever waits for it."""
         self.num_loads = 0
         self.num_keys_applied = 0
-
-    @property
-    def num_loading(self) -> int:
-        return len(self._worker_to_load)
 
     def start(self) -> None:
         """Follow from now on."""
@@ -167,12 +164,13 @@ class Follower:
         is_loaded = False
         try:
             num_keys = 0
-            async for keys in self._feed.scan(worker):
-                num_keys += len(keys)
-                if num_keys > _MAX_KEYS_PER_WORKER:
-                    logger.error("worker %s claims over %s blocks: it is not mirrored", worker, _MAX_KEYS_PER_WORKER)
-                    return True
-                await self._apply(copy, stored=tuple(keys))
+            async with aclosing(self._feed.scan(worker)) as pieces:
+                async for keys in pieces:
+                    num_keys += len(keys)
+                    if num_keys > _MAX_KEYS_PER_WORKER:
+                        logger.error("worker %s claims over %s blocks: not mirrored", worker, _MAX_KEYS_PER_WORKER)
+                        return True
+                    await self._apply(copy, stored=tuple(keys))
             end = await self._feed.position(worker)
             if end is None or end.lease.epoch != begin.lease.epoch:
                 return end is None

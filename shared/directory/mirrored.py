@@ -223,8 +223,8 @@ class MirroredDirectory:
                 self._breaker.miss(clock(), str(error))
                 raise
             now = clock()
-            if now - asked_at_s <= self._prompt_s:
-                # A slower answer tells nothing of a store that matches wait for when a worker is not loaded.
+            if self._is_store_suspect or now - asked_at_s <= self._prompt_s:
+                # Else it is matches that found the store too slow, and a look that had time tells nothing of them.
                 self._breaker.succeed(now)
             if self._is_store_suspect or not is_canary_kept:
                 self._is_store_suspect = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from redis.asyncio import Redis
@@ -115,7 +115,7 @@ class RedisFeed:
 
         return await self._call("position", self._deadline_s, work)
 
-    async def scan(self, worker: WorkerId) -> AsyncIterator[Sequence[BlockKey]]:
+    async def scan(self, worker: WorkerId) -> AsyncGenerator[Sequence[BlockKey], None]:
         (blocks,) = self._keys(worker, "blocks")
         cursor = 0
 

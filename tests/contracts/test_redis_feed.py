@@ -82,8 +82,8 @@ async def reading(store: EmbeddedStore) -> AsyncIterator[Reader]:
 
 
 async def test_routers_get_a_mirror_and_tools_do_not(embedded_store: EmbeddedStore) -> None:
-    mirrored = await connect_directory(embedded_store.url, SCHEME, reader="router-1")
-    plain = await connect_directory(embedded_store.url, SCHEME)
+    mirrored = await connect_directory(embedded_store.url, SCHEME, publish_deadline_s=PATIENT_S, reader="router-1")
+    plain = await connect_directory(embedded_store.url, SCHEME, publish_deadline_s=PATIENT_S)
     assert (type(mirrored), type(plain)) == (MirroredDirectory, RedisDirectory)
     await mirrored.close()
     await plain.close()

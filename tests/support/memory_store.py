@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -145,7 +145,7 @@ class MemoryFeed:
         await self._travel()
         return found
 
-    async def scan(self, worker: WorkerId) -> AsyncIterator[Sequence[BlockKey]]:
+    async def scan(self, worker: WorkerId) -> AsyncGenerator[Sequence[BlockKey], None]:
         self.num_scans += 1
         await self._travel()
         left = sorted(await self._store.resident(worker))

@@ -20,7 +20,7 @@ from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Holder, Insta
 
 SCHEME = CacheScheme("org/model", 64)
 LONG_LEASE_S = 600.0
-PATIENT_S = 5.0
+PATIENT_S = 20.0
 """Deadline of calls whose speed is not what a test is about."""
 
 

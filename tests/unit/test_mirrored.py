@@ -330,6 +330,33 @@ def test_store_at_fault_gives_everybody_one_lease_to_come_back_in(fault: str) ->
     run_virtual(scenario())
 
 
+def test_store_that_is_far_away_ends_its_outage_all_the_same() -> None:
+    async def scenario() -> None:
+        store = Store()
+        await store.hold("w1", range(5))
+        async with reading(store, longest_delay_s=0.2) as reader:
+            reader.feed.is_down = True
+            await wait_until(lambda: reader.directory.is_resting, deadline_s=60.0)
+            reader.feed.is_down = False
+            await wait_until(lambda: not reader.directory.is_resting)
+            assert reader.breaker.num_openings == 1
+
+    run_virtual(scenario())
+
+
+def test_looks_that_take_their_time_do_not_call_a_store_well_that_is_too_slow_for_matches() -> None:
+    async def scenario() -> None:
+        store = Store()
+        await store.hold("w1", range(5))
+        async with reading(store, longest_delay_s=0.2) as reader:
+            for _ in range(3):
+                reader.breaker.miss(0.0, "match: no answer")
+            await asyncio.sleep(30.0)
+            assert reader.directory.is_resting
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize("call", ["leases", "beat"])
 def test_store_that_loses_all_in_the_middle_of_a_look_is_at_fault(call: str) -> None:
     async def scenario() -> None:
