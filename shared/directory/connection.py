@@ -6,6 +6,7 @@ Knows nothing of keys and what they mean. Shared by all that is kept in the stor
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 from collections import defaultdict
@@ -40,6 +41,7 @@ _NO_PERMISSION_IN_SCRIPT = ("ACL failure in script", "executing the script can't
 
 Answer = TypeVar("Answer")
 Argument = str | bytes | int
+_Ask = Callable[[Server, str, float, "list[Command]"], Awaitable[list[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Command:
 
     key: str
     arguments: tuple[Argument, ...]
+    is_waiting: bool = False
+    """Whether it may wait at the server for something to come: such a command keeps no other from a connection."""
 
 
 @dataclass(slots=True)
@@ -91,6 +95,11 @@ class StoreConnection:
     def is_resting(self) -> bool:
         """Whether every server missed so often that guarded calls fail at once."""
         return all(server.breaker.is_open for server in self._servers.primaries)
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys of different slots cannot be named in one command. Known after the first call."""
+        return self._servers.is_cluster
 
     @property
     def num_breaker_openings(self) -> int:
@@ -155,10 +164,25 @@ class StoreConnection:
         malformed value makes is the answer to its command alone. A guarded call is not made while the server's breaker
         is open, and tells the breaker how it went.
         """
+        ask = self._ask_guarded if is_guarded else self._ask_within
+        return await self._ask_servers(ask, operation, deadline_s, commands)
+
+    async def watch_each(
+        self, operation: str, deadline_s: float, commands: Sequence[Command], *, prompt_s: float
+    ) -> list[Any]:
+        """As `ask_each`; made whether breakers are open or not, and tells them how it went.
+
+        An answer that takes longer than `prompt_s` ends no outage that guarded calls have met, since they have less
+        patience; it ends one that was met here.
+        """
+        return await self._ask_servers(functools.partial(self._ask_watching, prompt_s), operation, deadline_s, commands)
+
+    async def _ask_servers(
+        self, ask: _Ask, operation: str, deadline_s: float, commands: Sequence[Command]
+    ) -> list[Any]:
         server_to_places: dict[Server, list[int]] = defaultdict(list)
         for place, command in enumerate(commands):
             server_to_places[self._servers.of(command.key)].append(place)
-        ask = self._ask_guarded if is_guarded else self._ask_within
         parts = [
             ask(server, operation, deadline_s, [commands[place] for place in places])
             for server, places in server_to_places.items()
@@ -170,9 +194,9 @@ class StoreConnection:
                 answers[place] = answer
         return answers
 
-    async def execute(self, key: str, *arguments: Argument) -> Any:
+    async def execute(self, key: str, *arguments: Argument, is_waiting: bool = False) -> Any:
         """The answer to one command, as redis-py gives it for the command's name."""
-        (answer,) = await self.pipeline([Command(key, arguments)])
+        (answer,) = await self.pipeline([Command(key, arguments, is_waiting)])
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -232,6 +256,20 @@ class StoreConnection:
             breaker.succeed(clock())
         return answers
 
+    async def _ask_watching(
+        self, prompt_s: float, server: Server, operation: str, deadline_s: float, commands: list[Command]
+    ) -> list[Any]:
+        clock = asyncio.get_running_loop().time
+        asked_at_s = clock()
+        answers = await self._ask_within(server, operation, deadline_s, commands)
+        if all(isinstance(answer, DirectoryUnavailable) for answer in answers):
+            server.is_silent = True
+            server.breaker.miss(clock(), str(answers[0]))
+        elif server.is_silent or clock() - asked_at_s <= prompt_s:
+            server.is_silent = False
+            server.breaker.succeed(clock())
+        return answers
+
     async def _ask_within(
         self, server: Server, operation: str, deadline_s: float, commands: list[Command]
     ) -> list[Any]:
@@ -253,7 +291,9 @@ class StoreConnection:
         """Ask one server, after loading the scripts that it said to have lost. Modifies `answers`."""
         lost = sorted({str(errand.command.arguments[1]) for errand in errands if is_lost(answers[errand.place])})
         try:
-            async with server.client.pipeline(transaction=False) as pipeline:
+            is_waiting = any(errand.command.is_waiting for errand in errands)
+            client = server.waiting_client if is_waiting else server.client
+            async with client.pipeline(transaction=False) as pipeline:
                 for sha in lost:
                     pipeline.execute_command("SCRIPT", "LOAD", self._sha_to_script[sha])
                 for errand in errands:
@@ -337,3 +377,11 @@ def is_malformed(answer: Any) -> bool:
     if not isinstance(answer, ResponseError):
         return False
     return "WRONGTYPE" in str(answer) or str(answer).removeprefix("ERR ").startswith("user_script:")
+
+
+def as_text(raw: Any) -> str | None:
+    """A value of the store as text; `None` if it is none."""
+    try:
+        return raw.decode() if isinstance(raw, bytes) else None
+    except UnicodeDecodeError:
+        return None

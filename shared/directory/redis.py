@@ -4,7 +4,7 @@
                                          the snapshot in the making)
     kvr:{<ns>:<worker>}:blocks   set     resident block keys, 16 bytes each
     kvr:{<ns>:<worker>}:staged   set     the snapshot in the making
-    kvr:{<ns>:<worker>}:events   stream  applied batches, capped: epoch, seq, holder (rank:tier:group), stored, removed;
+    kvr:{<ns>:<worker>}:events   stream  batches applied of late: epoch, seq, holder (rank:tier:group), stored, removed;
                                          an entry of seq 0 tells that everything before it is void
     kvr:{<ns>}:workers           set     ids announced and not yet reaped
 
@@ -31,13 +31,17 @@ from shared.directory.base import (
     check_num_keys,
     check_scheme,
 )
-from shared.directory.connection import Command, StoreConnection, is_malformed
+from shared.directory.connection import Command, StoreConnection, as_text, is_malformed
+from shared.directory.redis_feed import RedisFeed
 from shared.errors import DirectoryUnavailable, ProtocolError
 from shared.hashing import KEY_SIZE_BYTES
 from shared.messages import decode_record, encode_record
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
 
-_SCRIPTS = ("register", "heartbeat", "announce", "apply", "stage", "commit", "set_draining", "forget", "match", "probe")
+_SCRIPTS = (
+    *("register", "heartbeat", "announce", "apply", "stage", "commit", "set_draining", "forget"),
+    *("match", "look", "position", "probe"),
+)
 _RECORD_FIELDS = ("instance", "epoch", "seq", "draining", "info")
 _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
 
@@ -45,7 +49,8 @@ _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
 ACL_RULES = (
     "resetkeys ~kvr:* resetchannels -@all +info +cluster|slots +asking +evalsha +script|load +time +type +exists "
     "+unlink +rename +pexpire +pexpireat +pexpiretime +pttl +get +set +hset +hget +hmget +hgetall +hdel +hexists +hlen "
-    "+sadd +srem +scard +smembers +smismember +zadd +zrem +zscore +zrangebyscore +zremrangebyrank +xadd"
+    "+sadd +srem +scard +smembers +smismember +sscan +zadd +zrem +zscore +zrangebyscore +zremrangebyrank +xadd +xtrim "
+    "+xread +xrevrange"
 )
 """All that a user of the store needs, as `ACL SETUSER` takes it: for the directory and for the pin board."""
 
@@ -94,6 +99,18 @@ class RedisDirectory:
     @property
     def num_breaker_openings(self) -> int:
         return self._connection.num_breaker_openings
+
+    def feed(self, reader: str, *, deadline_s: float = 1.0, canary_s: float = 60.0) -> RedisFeed:
+        """What a mirror reads, over this directory's connections. `reader` names its canaries in the store."""
+        return RedisFeed(
+            self._connection,
+            self._keys,
+            workers_key=self._workers_key,
+            reader=reader,
+            deadline_s=min(deadline_s, self._publish_deadline_s),
+            prompt_s=self._match_deadline_s,
+            canary_s=canary_s,
+        )
 
     async def connect(self) -> None:
         """Connect and find out whether the store will do.
@@ -187,7 +204,7 @@ class RedisDirectory:
         async def read_names() -> Any:
             return await self._connection.execute(self._workers_key, "SMEMBERS", self._workers_key)
 
-        names = [_text(raw) for raw in await self._connection.call("workers", self._publish_deadline_s, read_names)]
+        names = [as_text(raw) for raw in await self._connection.call("workers", self._publish_deadline_s, read_names)]
         ids = sorted(WorkerId(name) for name in names if name is not None)
         self.num_malformed += len(names) - len(ids)
         metas = [self._keys(worker, "meta")[0] for worker in ids]
@@ -256,7 +273,7 @@ class RedisDirectory:
             if isinstance(answer, DirectoryUnavailable):
                 found[worker] = None
                 continue
-            instance = None if isinstance(answer, Exception) else _text(answer[0])
+            instance = None if isinstance(answer, Exception) else as_text(answer[0])
             if instance is None:
                 self.num_malformed += 1
                 continue
@@ -267,8 +284,8 @@ class RedisDirectory:
         """A worker's record from its meta fields. Raises `ProtocolError`, `TypeError` or `ValueError`."""
         raw_instance, raw_epoch, seq, draining, raw_info = row
         info = decode_record(WorkerInfo, raw_info)
-        epoch = _text(raw_epoch)
-        if epoch is None or (info.worker, info.scheme, info.instance) != (worker, self._scheme, _text(raw_instance)):
+        epoch = as_text(raw_epoch)
+        if epoch is None or (info.worker, info.scheme, info.instance) != (worker, self._scheme, as_text(raw_instance)):
             raise ProtocolError(f"the record of {worker} is about another worker")
         return WorkerRecord(info, Epoch(epoch), int(seq), is_draining=draining == b"1")
 
@@ -313,11 +330,3 @@ class RedisDirectory:
 
 def _milliseconds(duration_s: float) -> int:
     return max(1, math.ceil(duration_s * 1000))
-
-
-def _text(raw: Any) -> str | None:
-    """A value of the store as text; `None` if it is none."""
-    try:
-        return raw.decode() if isinstance(raw, bytes) else None
-    except UnicodeDecodeError:
-        return None

@@ -1,6 +1,6 @@
 """Which server of the store holds a key: the one at the URL, or the primaries of the Redis Cluster that it belongs to.
 
-Owns one client and one breaker for each server, and the map of slots. Never repeats a call: that is its caller's.
+Owns the clients and the breaker of each server, and the map of slots. Never repeats a call: that is its caller's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from shared.errors import ConfigError
 
 _MIN_SERVER_MAJOR = 7  # PEXPIRETIME
 _MAX_CONNECTIONS = 8
+_MAX_WAITING = 128
+"""Connections to one server that commands wait on; beyond it they take turns."""
 _POOL_OPTIONS = ("max_connections", "timeout")
 """What a URL may say to redis-py, but not to us: here a pool must hold what deadlines leave behind."""
 
@@ -30,14 +32,18 @@ class UnfitStore(RedisError):
     """The server answers, but it is none that the directory can live in."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Server:
     """One process of the store."""
 
     name: str
     """Host and port, or the socket's path."""
     client: Redis
+    waiting_client: Redis
+    """For commands that the server lets wait."""
     breaker: Breaker
+    is_silent: bool = False
+    """Whether whoever watches it had no answer the last time."""
 
 
 class Servers:
@@ -170,9 +176,14 @@ class Servers:
 
     def _make_server(self, options: dict[str, Any]) -> Server:
         name = options.get("path") or f"{options['host']}:{options['port']}"
-        pool = BlockingConnectionPool(**options, max_connections=_MAX_CONNECTIONS, timeout=self._connect_timeout_s)
+        client, waiting_client = (
+            Redis.from_pool(
+                BlockingConnectionPool(**options, max_connections=num_connections, timeout=self._connect_timeout_s)
+            )
+            for num_connections in (_MAX_CONNECTIONS, _MAX_WAITING)
+        )
         breaker = Breaker(self._rest_s, subject=f"the directory's store at {name}")
-        return Server(name, Redis.from_pool(pool), breaker)
+        return Server(name, client, waiting_client, breaker)
 
 
 def _connection_options(url: str, connect_timeout_s: float) -> dict[str, Any]:
@@ -200,5 +211,6 @@ def _connection_options(url: str, connect_timeout_s: float) -> dict[str, Any]:
 
 
 async def _close(server: Server) -> None:
-    await server.client.aclose()
-    await server.client.connection_pool.disconnect()
+    for client in (server.client, server.waiting_client):
+        await client.aclose()
+        await client.connection_pool.disconnect()

@@ -1,4 +1,4 @@
-"""What every directory promises: one suite over the memory directory and every kind of store."""
+"""What every directory promises: one suite over the memory directory, every kind of store, and mirrors of them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.support.stores import (
     key,
     keys,
     memory_bench,
+    mirrored_bench,
     redis_bench,
     worker_info,
 )
@@ -34,10 +35,17 @@ E1, E2, E3 = epoch(1), epoch(2), epoch(3)
 W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
 
 
-@pytest.fixture(params=["memory", *(pytest.param(kind, marks=pytest.mark.redis) for kind in STORES)])
+MIRRORED = {f"mirrored {kind}": kind for kind in ("valkey", "redis cluster")}
+
+
+@pytest.fixture(params=["memory", *(pytest.param(kind, marks=pytest.mark.redis) for kind in (*STORES, *MIRRORED))])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    is_memory = request.param == "memory"
-    opened = memory_bench() if is_memory else redis_bench(request.getfixturevalue(STORES[request.param]))
+    kind = MIRRORED.get(request.param, request.param)
+    if kind == "memory":
+        opened = memory_bench()
+    else:
+        open_bench = mirrored_bench if request.param in MIRRORED else redis_bench
+        opened = open_bench(request.getfixturevalue(STORES[kind]))
     async with opened as found:
         yield found
 
