@@ -75,13 +75,15 @@ def names_on(cluster: ClusterProcesses, node: ServerProcess, num_names: int = 1)
 
 @asynccontextmanager
 async def reading(
-    cluster: ClusterProcesses, *, match_deadline_s: float = PATIENT_S, rest_s: float = REST_S
+    cluster: ClusterProcesses, *, deadline_s: float = PATIENT_S, rest_s: float = REST_S
 ) -> AsyncIterator[RedisDirectory]:
+    """A directory that is patient while it connects."""
     directory = RedisDirectory(
-        cluster.url, SCHEME, match_deadline_s=match_deadline_s, publish_deadline_s=PATIENT_S, rest_s=rest_s
+        cluster.url, SCHEME, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S, rest_s=rest_s
     )
     try:
         await directory.connect()
+        directory._match_deadline_s = directory._publish_deadline_s = deadline_s
         yield directory
     finally:
         await directory.close()
@@ -298,7 +300,7 @@ async def test_workers_of_other_nodes_go_on_and_those_of_a_lost_one_come_back(
     lost = owner(cluster, WORKERS_KEY)
     (hidden,) = names_on(cluster, lost)
     others = [name for node in cluster.nodes if node is not lost for name in names_on(cluster, node)]
-    async with publishing(cluster, hidden, *others) as publishers, reading(cluster, match_deadline_s=0.5) as directory:
+    async with publishing(cluster, hidden, *others) as publishers, reading(cluster, deadline_s=0.5) as directory:
         await wait_for_depths(directory, dict.fromkeys(publishers, 20))
         lost.freeze() if fault == "frozen" else lost.kill()
         for publisher in publishers.values():
@@ -408,10 +410,11 @@ async def test_replica_that_takes_over_is_found_and_filled_up(fault: str) -> Non
     with ReplicatedCluster() as cluster:
         lost = cluster.nodes[0]
         (name,), (other,) = names_on(cluster, lost), names_on(cluster, cluster.nodes[1])
-        async with publishing(cluster, name, other) as publishers, reading(cluster, match_deadline_s=0.5) as directory:
+        async with publishing(cluster, name, other) as publishers, reading(cluster, deadline_s=0.5) as directory:
             await wait_for_depths(directory, {name: 20, other: 20})
             lost.kill() if fault == "killed" else lost.freeze()
             publishers[name].on_blocks(BlockChange(stored=keys([20])))
             await wait_for_depths(directory, {name: 21, other: 20})
             assert command(cluster.replica, "ROLE")[0] == b"master"
+            directory._publish_deadline_s = PATIENT_S
             assert await directory.resident(name) == publishers[name].resident

@@ -114,7 +114,11 @@ class ServerProcess:
         return BlockingRedis.from_url(self.url)
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -239,7 +243,11 @@ class ClusterProcesses:
         return RedisCluster.from_url(self.url)
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
