@@ -90,12 +90,14 @@ async def reading(
 
 
 @asynccontextmanager
-async def publishing(cluster: ClusterProcesses, *names: WorkerId) -> AsyncIterator[dict[WorkerId, Publisher]]:
+async def publishing(
+    cluster: ClusterProcesses, *names: WorkerId, lease_s: float = 5.0
+) -> AsyncIterator[dict[WorkerId, Publisher]]:
     """Publishers of twenty blocks each that give calls up soon, each with a directory of its own."""
     directories = [RedisDirectory(cluster.url, SCHEME, publish_deadline_s=0.3, rest_s=REST_S) for _ in names]
     publishers = {
         name: Publisher(
-            directory, worker_info(name), rng=random.Random(number), lease_s=5.0, heartbeat_s=0.1, tick_s=0.005
+            directory, worker_info(name), rng=random.Random(number), lease_s=lease_s, heartbeat_s=0.1, tick_s=0.005
         )
         for number, (name, directory) in enumerate(zip(names, directories, strict=True))
     }
@@ -388,9 +390,11 @@ class ReplicatedCluster(ClusterProcesses):
         until(lambda: identity in command(self.replica, "CLUSTER", "NODES"))
         command(self.replica, "CLUSTER", "REPLICATE", identity)
         until(lambda: command(self.replica, "INFO", "replication")["master_link_status"] == "up")
-        # Only nodes that know the replica give it their vote.
+        # Only nodes that know the replica give it their vote, and only those that it knows tell it of a failure.
         own_line = command(self.replica, "CLUSTER", "MYID") + rb" \S+ slave "
         until(lambda: all(re.search(own_line, command(node, "CLUSTER", "NODES")) for node in self.nodes))
+        lines = [command(node, "CLUSTER", "MYID") + rb" \S+ master .* connected" for node in self.nodes]
+        until(lambda: all(re.search(line, command(self.replica, "CLUSTER", "NODES")) for line in lines))
 
     def stop(self) -> None:
         super().stop()

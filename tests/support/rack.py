@@ -137,7 +137,7 @@ class Rack:
         )
         async with router:
             yield router
-            if isinstance(directory, MirroredDirectory):
+            if directory in self.mirrors:
                 self.mirrors.remove(directory)
             await self.settle()
             async with asyncio.timeout(5.0):
