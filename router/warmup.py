@@ -31,7 +31,7 @@ from shared.directory.pin_board import (
     Revision,
     check_name,
 )
-from shared.errors import ConfigError, DirectoryUnavailable, InvalidRequest, NoWorker
+from shared.errors import ConfigError, DirectoryUnavailable, InvalidRequest, NoWorker, UnknownPin
 from shared.hashing import pack_tokens
 from shared.types import WorkerId, WorkerInfo
 
@@ -39,6 +39,8 @@ _MAX_TTL_S = 1e9
 _MAX_FILE_BYTES = 64 << 20
 """More text than any context takes, and little enough to read."""
 _POLLS_PER_HEARTBEAT = 4
+_SILENT_LEASES = 3
+"""So many leases of a store's silence and nobody waits for it any longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ async def warm_up(
         ConfigError: there are too few workers, or the prompt does not fit into their context. Nothing is changed.
         NoWorker: no worker lives.
         PinRefused: there are too many pins already.
+        UnknownPin: somebody else has put another in its place or given it up meanwhile, or its time is over.
+        DirectoryUnavailable: the store does not answer, or has stopped to; what is known of workers is told.
     """
     async with connected(run, settings) as (directory, board):
         live = await live_infos(directory, run)
@@ -133,11 +137,7 @@ async def warm_up(
         )
         former = await _Former.of(board, order.name)
         await board.put(spec, order.ttl_s)
-        try:
-            found = await _wait(directory, board, run, settings, spec, say)
-        except asyncio.CancelledError:
-            say(f"pin {spec.name} stays wanted, and workers go on with it; `kvroute unpin {spec.name}` gives it up")
-            raise
+        found = await _wait(directory, board, run, settings, spec, say)
         for worker, report in found.items():
             if report.state is PinState.PINNED:
                 show(f"{worker}: {_pinned_text(report, spec)}")
@@ -157,6 +157,11 @@ class _Former:
     spec: PinSpec
     expires_at_s: float | None
     """On the loop's clock."""
+
+    @property
+    def left_s(self) -> float | None:
+        """What is left of its time now; None if it has no end."""
+        return None if self.expires_at_s is None else self.expires_at_s - asyncio.get_running_loop().time()
 
     @classmethod
     async def of(cls, board: PinBoard, name: str) -> _Former | None:
@@ -191,36 +196,81 @@ async def _wait(
     """What each live worker that is to keep the pin says in the end; of some it is still warming when time is up."""
     loop = asyncio.get_running_loop()
     give_up_at_s = loop.time() + settings.start_timeout_s
+    wanted_at_s = heard_at_s = loop.time()
     found: dict[WorkerId, PinReport] = {}
     said: set[str] = set()
-    while True:
-        try:
-            live = {worker: info for worker, info in (await live_infos(directory, run)).items() if spec.is_for(worker)}
-            told = of_this_life(await board.reports(live), live)
-        except DirectoryUnavailable as error:
-            news = f"the store does not answer: {error}"
+    is_silent = False
+    try:
+        while True:
+            try:
+                found = await _reports(directory, board, run, spec)
+                is_wanted = await _is_wanted(board, spec)
+            except DirectoryUnavailable as error:
+                silent_s = loop.time() - heard_at_s
+                if silent_s > _SILENT_LEASES * settings.lease_s or loop.time() >= give_up_at_s:
+                    raise DirectoryUnavailable(_silence_text(spec, found, silent_s, error)) from error
+                is_silent = True
+                wanted_at_s = loop.time()  # workers have as long as ever once it is back
+                news = f"the store does not answer: {error}"
+            else:
+                is_silent = False
+                heard_at_s = loop.time()
+                pending = [worker for worker, report in found.items() if report.state is PinState.WARMING]
+                if found and not pending:
+                    return found
+                if is_wanted:
+                    wanted_at_s = loop.time()
+                elif loop.time() > wanted_at_s + settings.lease_s:  # workers may yet give an emptied store its pins
+                    raise UnknownPin(f"pin {spec.name} was given up, or its time was over, before all workers kept it")
+                news = f"{spec.num_tokens} tokens are computed on {', '.join(pending) or 'no live worker'}"
+                if loop.time() >= give_up_at_s:
+                    for worker in pending:
+                        why = f": {found[worker].message}" if found[worker].message else ""
+                        say(f"{worker}: not done within {settings.start_timeout_s:g} s{why}; it goes on with it")
+                    if not found:
+                        raise NoWorker(f"{news}; pin {spec.name} stays wanted")
+                    return found
+            if news not in said:
+                said.add(news)
+                say(news)
+            await asyncio.sleep(settings.heartbeat_s / _POLLS_PER_HEARTBEAT)
+    except asyncio.CancelledError:
+        if is_silent:
+            say(f"workers go on with what they have read of pin {spec.name}; the store does not answer")
         else:
-            warming = PinReport(spec.name, spec.revision, PinState.WARMING)
-            found = {
-                worker: (told[worker].of(spec.name, spec.revision) if worker in told else None) or warming
-                for worker in sorted(live)
-            }
-            pending = [worker for worker, report in found.items() if report.state is PinState.WARMING]
-            if found and not pending:
-                return found
-            news = f"{spec.num_tokens} tokens are computed on {', '.join(pending) or 'no live worker'}"
-        if loop.time() >= give_up_at_s:
-            for worker, report in found.items():
-                if report.state is PinState.WARMING:
-                    why = f": {report.message}" if report.message else ""
-                    say(f"{worker}: not done within {settings.start_timeout_s:g} s{why}; it goes on with it")
-            if not found:
-                raise NoWorker(f"{news}; pin {spec.name} stays wanted")
-            return found
-        if news not in said:
-            said.add(news)
-            say(news)
-        await asyncio.sleep(settings.heartbeat_s / _POLLS_PER_HEARTBEAT)
+            say(f"pin {spec.name} stays wanted, and workers go on with it; `kvroute unpin {spec.name}` gives it up")
+        raise
+
+
+async def _reports(directory: Directory, board: PinBoard, run: Run, spec: PinSpec) -> dict[WorkerId, PinReport]:
+    """What each live worker that is to keep the pin says now."""
+    live = {worker: info for worker, info in (await live_infos(directory, run)).items() if spec.is_for(worker)}
+    told = of_this_life(await board.reports(live), live)
+    warming = PinReport(spec.name, spec.revision, PinState.WARMING)
+    return {
+        worker: (told[worker].of(spec.name, spec.revision) if worker in told else None) or warming
+        for worker in sorted(live)
+    }
+
+
+def _silence_text(
+    spec: PinSpec, found: Mapping[WorkerId, PinReport], silent_s: float, error: DirectoryUnavailable
+) -> str:
+    """What is known of a pin when the store has not answered for so long."""
+    states = ", ".join(f"{worker} {report.state}" for worker, report in found.items()) or "nothing"
+    return (
+        f"the store has not answered for {silent_s:.0f} s ({error}); last told of pin {spec.name}: {states}; "
+        "workers go on with what they have read"
+    )
+
+
+async def _is_wanted(board: PinBoard, spec: PinSpec) -> bool:
+    """Whether the pin is still wanted. Raises `UnknownPin` where another has taken its place."""
+    wanted = await board.look()
+    pin = wanted.pins.get(spec.name) if wanted is not None else None
+    if pin is not None and pin.revision != spec.revision:
+        raise UnknownPin(f"pin {spec.name} was put anew by somebody else, and this one is no longer wanted")
+    return pin is not None
 
 
 async def _take_back(
@@ -239,19 +289,17 @@ async def _take_back(
     everybody = spec.workers or [record.info.worker for record in await directory.workers()]
     others = tuple(worker for worker in everybody if worker not in refused)
     if others:
-        left_s = await _left_s(board, spec)
-        await board.put(replace(spec, workers=others, revision=_new_revision()), left_s, replacing=spec.revision)
-        say(f"pin {spec.name} stays on {', '.join(others)} alone")
-        return
-    left_s = None
-    if former is not None and former.expires_at_s is not None:
-        left_s = former.expires_at_s - asyncio.get_running_loop().time()
-    if former is None or (left_s is not None and left_s <= 0):
-        await board.remove(spec.name, revision=spec.revision)
-        say(f"pin {spec.name} is taken back")
+        renewed = replace(spec, workers=others, revision=_new_revision())
+        is_so = await board.put(renewed, await _left_s(board, spec), replacing=spec.revision)
+        outcome = f"stays on {', '.join(others)} alone"
+    elif former is None or (former.left_s is not None and former.left_s <= 0):
+        is_so = await board.remove(spec.name, revision=spec.revision)
+        outcome = "is taken back"
     else:
-        await board.put(replace(former.spec, revision=_new_revision()), left_s, replacing=spec.revision)
-        say(f"pin {spec.name} stays as it was")
+        renewed = replace(former.spec, revision=_new_revision())
+        is_so = await board.put(renewed, former.left_s, replacing=spec.revision)
+        outcome = "stays as it was"
+    say(f"pin {spec.name} {outcome if is_so else 'was put anew or given up meanwhile'}")
 
 
 async def _left_s(board: PinBoard, spec: PinSpec) -> float | None:

@@ -7,10 +7,12 @@ collisions; tenants that must not learn of each other are kept apart by a salt, 
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 from xxhash import xxh3_128_digest
 
@@ -19,6 +21,7 @@ from shared.types import BlockKey, CacheScheme
 KEY_VERSION = 1
 KEY_SIZE_BYTES = 16
 TOKEN_SIZE_BYTES = 4
+_PACKED = (bytes, bytearray, memoryview)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -29,12 +32,14 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
         OverflowError: an id does not fit 32 bits.
         TypeError: an id is not an integer, or the ids are bytes, which are packed already.
     """
-    if isinstance(token_ids, bytes | bytearray | memoryview):
+    if isinstance(token_ids, _PACKED):
         raise TypeError("token ids as bytes: packed already?")  # an array would take them as they are
-    packed = array("i", token_ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    values = tuple(token_ids)
+    try:
+        return struct.pack(f"<{len(values)}i", *values)
+    except struct.error:
+        array("i", values)  # tells which of the two is wrong; to pack with it takes longer
+        raise
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
@@ -68,12 +73,12 @@ def block_key(parent: BlockKey, packed_block: bytes | memoryview) -> BlockKey:
 def block_keys(packed_tokens: bytes, block_size_tokens: int, root: BlockKey) -> list[BlockKey]:
     """Keys of all *full* blocks of a prompt, first block first; a partial tail has no key."""
     stride = block_size_tokens * TOKEN_SIZE_BYTES
-    keys: list[BlockKey] = []
+    keys: list[bytes] = []
     parent: bytes = root
     for end in range(stride, len(packed_tokens) + 1, stride):
         parent = xxh3_128_digest(parent + packed_tokens[end - stride : end])
-        keys.append(BlockKey(parent))
-    return keys
+        keys.append(parent)
+    return cast(list[BlockKey], keys)
 
 
 def num_usable_blocks(num_prompt_tokens: int, block_size_tokens: int) -> int:

@@ -62,7 +62,7 @@ class BlockStore:
 
     def take(self, num_blocks: int) -> list[int]:
         """Blocks that hold nothing, with one holder each; what was in them is lost. There must be enough."""
-        blocks = [self.free.pop() for _ in range(num_blocks)]
+        blocks = self.free.pop_n(num_blocks)
         for block in blocks:
             self.num_holders[block] = 1
             self.tokens[block] = b""

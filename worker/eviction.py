@@ -31,6 +31,9 @@ STEP_POOL_SIZES = 4.0
 """How far a pool's worth of ghost hits moves the head start: a fourth of its range, where ARC's moves through all.
 Faster is restless, which costs chats; slower loses more of what returns rarely before it is learnt."""
 
+_UNHASHED, _LOW_PRIORITY, _PRIVATE, _SHARED = BlockClass
+"""Python 3.11 calls a function written in Python whenever a member is read from its class, here for every block."""
+
 
 class AdaptiveHeadStart(Generic[Key]):
     """A head start that moves as in ARC (Megiddo and Modha, FAST '03): by the keys that were missed after they went.
@@ -47,6 +50,7 @@ class AdaptiveHeadStart(Generic[Key]):
         self.num_ghost_hits = [0, 0]
         """Misses on keys that went while private and while shared."""
         self._num_blocks = num_blocks
+        self._most_ghosts = num_blocks // 2
         self._private: OrderedDict[Key, str] = OrderedDict()
         self._shared: OrderedDict[Key, str] = OrderedDict()
 
@@ -57,9 +61,9 @@ class AdaptiveHeadStart(Generic[Key]):
 
     def remember(self, key: Key, block_class: BlockClass, first_request: str) -> None:
         """The last copy of a key has gone to make room."""
-        ghosts = self._shared if block_class is BlockClass.SHARED else self._private
+        ghosts = self._shared if block_class is _SHARED else self._private
         ghosts[key] = first_request
-        if len(ghosts) > self._num_blocks // 2:
+        if len(ghosts) > self._most_ghosts:
             ghosts.popitem(last=False)
 
     def recompute(self, key: Key, request: str) -> bool:
@@ -164,7 +168,7 @@ class FreeBlocks(Generic[Key]):
         return self._blocks[block].key
 
     def cache(
-        self, block: int, key: Key, request: str, *, parent: int | None = None, is_low_priority: bool = False
+        self, block: int, key: Key, request: str, parent: int | None = None, is_low_priority: bool = False
     ) -> bool:
         """The block now holds `key`, computed for `request`. Counts as a use of the key. Tells whether none held it.
 
@@ -173,7 +177,7 @@ class FreeBlocks(Generic[Key]):
         holder = self._blocks[block]
         oldest = self._key_to_block.get(key)
         if oldest is None:
-            holder.block_class = self._class_of_new(key, request, parent, is_low_priority=is_low_priority)
+            holder.block_class = self._class_of_new(key, request, parent, is_low_priority)
             self._key_to_block[key] = holder
             holder.key, holder.first_request = key, request
             return True
@@ -206,16 +210,16 @@ class FreeBlocks(Generic[Key]):
         self._drop_key(former_holder)
         if former_holder.free_list is not None:
             self.remove(block)
-            self._append(former_holder, BlockClass.UNHASHED)
+            self._append(former_holder, _UNHASHED)
 
     def clear_keys(self) -> None:
         """Forget every key, those that went included: all free blocks become unhashed, in the order of before."""
         for number in self.in_order():
             self.remove(number)
-            self._append(self._blocks[number], BlockClass.UNHASHED)
+            self._append(self._blocks[number], _UNHASHED)
         for block in self._blocks:
             block.key = block.copies = None
-            block.block_class = BlockClass.UNHASHED
+            block.block_class = _UNHASHED
         self._key_to_block.clear()
         if self._adaptive is not None:
             self._adaptive.forget_ghosts()
@@ -224,19 +228,21 @@ class FreeBlocks(Generic[Key]):
 
     def push(self, blocks: Iterable[int]) -> None:
         """Add blocks that just became free; the first of them goes first. Blocks without a key count as private."""
-        for free_list, freed in zip(self._lists, self._by_class(blocks, BlockClass.PRIVATE), strict=True):
-            free_list.append(freed, self._num_allocations)
+        for free_list, freed in zip(self._lists, self._by_class(blocks, _PRIVATE), strict=True):
+            if freed:
+                free_list.append(freed, self._num_allocations)
 
     def push_unhashed(self, blocks: Iterable[int]) -> None:
         """Add blocks that hold nothing; they go before all others, the first of them first."""
-        self._lists[BlockClass.UNHASHED].prepend([self._blocks[number] for number in blocks], self._num_allocations)
+        self._lists[_UNHASHED].prepend([self._blocks[number] for number in blocks], self._num_allocations)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Add blocks that just became free: those with a key as in `push`, those without as in `push_unhashed`."""
-        unhashed, *others = self._by_class(blocks, BlockClass.UNHASHED)
-        self._lists[BlockClass.UNHASHED].prepend(unhashed, self._num_allocations)
+        unhashed, *others = self._by_class(blocks, _UNHASHED)
+        self._lists[_UNHASHED].prepend(unhashed, self._num_allocations)
         for free_list, freed in zip(self._lists[1:], others, strict=True):
-            free_list.append(freed, self._num_allocations)
+            if freed:
+                free_list.append(freed, self._num_allocations)
 
     def remove(self, block: int) -> None:
         """Take a certain block out, as when a request is served from it.
@@ -252,15 +258,15 @@ class FreeBlocks(Generic[Key]):
 
     def serve(self, blocks: Iterable[int], request: str) -> None:
         """A request is served from these blocks: a use of their keys, and the free ones are taken out."""
-        all_blocks, refreshed, shared = self._blocks, self._refreshed, BlockClass.SHARED
+        all_blocks, refreshed = self._blocks, self._refreshed
         for number in blocks:
             block = all_blocks[number]
             if block.free_list is not None:
                 block.free_list.remove(block)
                 refreshed.discard(number)
-            if block.block_class is not shared and block.first_request != request and block.key is not None:
+            if block.block_class is not _SHARED and block.first_request != request and block.key is not None:
                 if block.copies is None:
-                    block.block_class = shared
+                    block.block_class = _SHARED
                 else:
                     self._share(block)
 
@@ -291,19 +297,40 @@ class FreeBlocks(Generic[Key]):
         Raises:
             IndexError: no block is free.
         """
-        free_list = self._next_list()
-        block = free_list.end.next
-        free_list.remove(block)
-        self._refreshed.discard(block.number)
-        self._num_allocations += 1
-        if block.key is not None:
-            block_class = block.block_class
-            self.num_evicted[block_class] += 1
-            # A block of low priority goes whatever the head start is: its loss teaches nothing.
-            if self._adaptive is not None and block.copies is None and block_class is not BlockClass.LOW_PRIORITY:
-                self._adaptive.remember(block.key, block_class, block.first_request)
-            self._drop_key(block)
-        return block.number
+        return self.pop_n(1)[0]
+
+    def pop_n(self, num_blocks: int) -> list[int]:
+        """Take the blocks that go next, without what they held, in that order.
+
+        Raises:
+            IndexError: fewer are free. Nothing has changed.
+        """
+        if num_blocks > len(self):
+            raise IndexError("no block is free" if not len(self) else f"{len(self)} blocks are free, not {num_blocks}")
+        adaptive, refreshed, key_to_block = self._adaptive, self._refreshed, self._key_to_block
+        popped: list[int] = []
+        for _ in range(num_blocks):
+            free_list = self._next_list()
+            block = free_list.end.next
+            free_list.remove(block)
+            if refreshed:
+                refreshed.discard(block.number)
+            self._num_allocations += 1
+            key = block.key
+            if key is not None:
+                block_class = block.block_class
+                self.num_evicted[block_class] += 1
+                if block.copies is not None:
+                    self._drop_key(block)
+                else:
+                    # A block of low priority goes whatever the head start is: its loss teaches nothing.
+                    if adaptive is not None and block_class is not _LOW_PRIORITY:
+                        adaptive.remember(key, block_class, block.first_request)
+                    del key_to_block[key]
+                    block.key = None
+                    block.block_class = _UNHASHED
+            popped.append(block.number)
+        return popped
 
     def in_order(self) -> list[int]:
         """All free blocks, next to go first, if nothing else happened. Linear; does not modify."""
@@ -319,30 +346,29 @@ class FreeBlocks(Generic[Key]):
                 j += 1
         return [block.number for block in order]
 
-    def _class_of_new(self, key: Key, request: str, parent: int | None, *, is_low_priority: bool) -> BlockClass:
+    def _class_of_new(self, key: Key, request: str, parent: int | None, is_low_priority: bool) -> BlockClass:
         """What a key is worth that was not cached, so that it never goes after what stands behind it in the prompt.
 
         It is shared at once if `adaptive` remembers another request, and what stands before it is. What stands behind
         blocks of low priority goes with them, also if the request has come back with another priority.
         """
-        before = BlockClass.SHARED if parent is None else self._blocks[parent].block_class
-        if self._adaptive is not None:
-            is_shared = self._adaptive.recompute(key, request)
+        before = _SHARED if parent is None else self._blocks[parent].block_class
+        if self._adaptive is not None and self._adaptive.recompute(key, request):
             self._head_start_allocations = self._adaptive.pool_sizes * self._num_blocks
-            if is_shared and before is BlockClass.SHARED:
-                return BlockClass.SHARED
-        return BlockClass.LOW_PRIORITY if is_low_priority or before is BlockClass.LOW_PRIORITY else BlockClass.PRIVATE
+            if before is _SHARED:
+                return _SHARED
+        return _LOW_PRIORITY if is_low_priority or before is _LOW_PRIORITY else _PRIVATE
 
     def _use(self, block: Block[Key], request: str) -> None:
-        if block.block_class is not BlockClass.SHARED and block.first_request != request:
+        if block.block_class is not _SHARED and block.first_request != request:
             self._share(block)
 
     def _share(self, block: Block[Key]) -> None:
         for copy in (block,) if block.copies is None else block.copies:
-            copy.block_class = BlockClass.SHARED
+            copy.block_class = _SHARED
             if copy.free_list is not None:
                 self.remove(copy.number)
-                self._append(copy, BlockClass.SHARED)
+                self._append(copy, _SHARED)
 
     def _drop_key(self, block: Block[Key]) -> None:
         if block.key is None:
@@ -356,7 +382,7 @@ class FreeBlocks(Generic[Key]):
             if len(block.copies) == 1:
                 oldest.copies = None
         block.key = block.copies = None
-        block.block_class = BlockClass.UNHASHED
+        block.block_class = _UNHASHED
 
     def _by_class(self, blocks: Iterable[int], keyless: BlockClass) -> tuple[list[Block[Key]], ...]:
         all_blocks = self._blocks
@@ -370,14 +396,13 @@ class FreeBlocks(Generic[Key]):
         self._lists[block_class].append((block,), self._num_allocations)
 
     def _next_list(self) -> FreeList[Key]:
+        """Whose head goes next. One block at least must be free."""
         unhashed, low_priority, private, shared = self._lists
         if unhashed.size:
             return unhashed
         if low_priority.size:
             return low_priority
         if not private.size or not shared.size:
-            if not private.size and not shared.size:
-                raise IndexError("no block is free")
             return private if private.size else shared
         return private if self._goes_first(private.end.next, shared.end.next) else shared
 

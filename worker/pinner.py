@@ -22,6 +22,8 @@ from worker.engines.base import Engine
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 500
+_LONGEST_PAUSE_S = 60.0
+"""Between two attempts at a pin that fails: each costs the engine the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,9 @@ class _Failure:
 
     revision: Revision
     message: str
-    is_refused: bool
+    num_attempts: int = 1
+    try_again_at_s: float | None = None
+    """On the loop's clock; `None`: it is refused."""
     is_for_room: bool = False
 
 
@@ -61,7 +65,8 @@ class Pinner:
 
     Two tasks: reports go on while a long prompt is computed. A store that is away changes nothing, and one that came
     back empty is given back what this worker knows. `engine_was_reset` makes it ask the engine what it still keeps. A
-    pin that fails never stops the others; an engine that dies is the business of whoever watches it.
+    pin that fails never stops the others, and is tried again after pauses that grow; an engine that dies is the
+    business of whoever watches it.
     """
 
     def __init__(
@@ -193,14 +198,16 @@ class Pinner:
         known, held, failure = self._known[name], self._held.get(name), self._failures.get(name)
         if known.spec is None:
             message = "its record in the store cannot be read; put the pin again"
-            return PinReport(name, known.revision, PinState.REFUSED, message=message)
+            return PinReport(name, known.revision, PinState.REFUSED, message=message + _still_kept(held))
         if not known.spec.is_for(self._info.worker):
             return None
         if held is not None and held.revision == known.revision:
             return PinReport(name, known.revision, PinState.PINNED, held.num_blocks, held.num_tokens)
         if failure is not None and failure.revision == known.revision:
-            state = PinState.REFUSED if failure.is_refused else PinState.WARMING
-            return PinReport(name, known.revision, state, message=failure.message)
+            if failure.try_again_at_s is None:
+                message = failure.message + _still_kept(held)
+                return PinReport(name, known.revision, PinState.REFUSED, message=message)
+            return PinReport(name, known.revision, PinState.WARMING, message=failure.message)
         return PinReport(name, known.revision, PinState.WARMING)
 
     # Changing the engine.
@@ -217,7 +224,7 @@ class Pinner:
                 self._note_fault("changes its pins")
 
     async def _bring_in_line(self) -> None:
-        """Do what differs, each at most once; what fails is tried again with the next heartbeat."""
+        """Do what differs, each at most once; what fails is tried again with a later heartbeat."""
         tried: set[tuple[str, Revision | None]] = set()
         while True:
             if self._must_look:
@@ -257,7 +264,7 @@ class Pinner:
                 continue
             if held is not None and held.content == spec.content:
                 self._adopt(spec, held)
-            elif failure is None or failure.revision != spec.revision or not failure.is_refused:
+            elif failure is None or failure.revision != spec.revision or _is_due(failure):
                 tried.add((name, spec.revision))
                 return self._pin(spec)
         return None
@@ -275,14 +282,14 @@ class Pinner:
         except ClientError as error:
             self.num_refused += 1
             logger.warning("worker %s does not keep pin %s: %s", self._info.worker, spec.name, error)
-            self._note_failure(spec, error, is_refused=True)
+            self._note_refusal(spec, error)
             return
         except Exception as error:
             # What the engine keeps after a failure that it did not foresee, only it knows.
             self._must_look = True
             if not isinstance(error, KvrouteError):
                 self._note_fault(f"makes pin {spec.name}")
-            self._note_failure(spec, error, is_refused=False)
+            self._note_failure(spec, error)
             return
         if spec.name in self._held:
             self._room_appeared()
@@ -315,12 +322,19 @@ class Pinner:
         self._failures = {name: failure for name, failure in self._failures.items() if not failure.is_for_room}
         self._has_work.set()
 
-    def _note_failure(self, spec: PinSpec, error: Exception, *, is_refused: bool) -> None:
-        message = (str(error) or type(error).__name__)[:_MAX_MESSAGE_CHARS]
-        failure = _Failure(spec.revision, message, is_refused, is_for_room=isinstance(error, PinRefused))
-        if self._failures.get(spec.name) != failure:
-            self._failures[spec.name] = failure
-            self._has_news.set()
+    def _note_refusal(self, spec: PinSpec, error: ClientError) -> None:
+        self._failures[spec.name] = _Failure(spec.revision, _message(error), is_for_room=isinstance(error, PinRefused))
+        self._has_news.set()
+
+    def _note_failure(self, spec: PinSpec, error: Exception) -> None:
+        """The first pause is a heartbeat, and each is twice the one before."""
+        former = self._failures.get(spec.name)
+        num_failed = former.num_attempts if former is not None and former.revision == spec.revision else 0
+        pause_s = min(self._heartbeat_s * 2.0 ** min(num_failed, 32), max(self._heartbeat_s, _LONGEST_PAUSE_S))
+        message = f"attempt {num_failed + 1} failed, the next one follows {pause_s:g} s later: {_message(error)}"
+        try_again_at_s = asyncio.get_running_loop().time() + pause_s
+        self._failures[spec.name] = _Failure(spec.revision, message, num_failed + 1, try_again_at_s)
+        self._has_news.set()
 
     def _note_loss(self, error: DirectoryUnavailable) -> None:
         if self._lost_at_s is None:
@@ -341,3 +355,17 @@ class Pinner:
     def _new_board_id(self) -> BoardId:
         # The instance is mixed in since two lives of a worker may be handed equally seeded generators.
         return BoardId(f"{self._rng.getrandbits(128) ^ int(self._info.instance, 16):032x}")
+
+
+def _is_due(failure: _Failure) -> bool:
+    """Whether what has failed may be tried again now."""
+    return failure.try_again_at_s is not None and asyncio.get_running_loop().time() >= failure.try_again_at_s
+
+
+def _still_kept(held: _Held | None) -> str:
+    """What a refusal leaves under the name, for the end of its message."""
+    return f"; the former prompt is still kept ({held.num_blocks} blocks)" if held is not None else ""
+
+
+def _message(error: Exception) -> str:
+    return (str(error) or type(error).__name__)[:_MAX_MESSAGE_CHARS]

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from shared.config import Settings
-from tests.support.eviction_workloads import MODELS, RULES, Tally, run_workloads
+from tests.support.eviction_workloads import MODELS, RULES, WORKLOADS, Tally, run_workloads
 
 
 async def measure(model: str, cache_dir: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Workload to rule to figures."""
-    rule_to_tallies = {rule: await run_workloads(model, rule, cache_dir) for rule in RULES}
-    workloads = rule_to_tallies[RULES[0]]
-    return {workload: {rule: figures(rule_to_tallies[rule][workload]) for rule in RULES} for workload in workloads}
+    rule_to_tallies = {rule: await run_workloads(model, rule, WORKLOADS, cache_dir) for rule in RULES}
+    return {workload: {rule: figures(rule_to_tallies[rule][workload]) for rule in RULES} for workload in WORKLOADS}
 
 
 def figures(tally: Tally) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,8 @@ RULES = ("lru", "shared_first", "adaptive")
 RETURNING_10, RETURNING_5 = "shared prefix, asked by 10 %", "shared prefix, asked by 5 %"
 SILENT, PINNED = "shared prefix, not asked", "pinned prefix, not asked"
 CHATS = "chats that go on"
-"""Names of the workloads."""
+WORKLOADS = (RETURNING_10, PINNED, CHATS, SILENT, RETURNING_5)
+"""Their names. Those come first that leave the head start of `adaptive` where it begins."""
 _CHAT_ANSWER_TOKENS = 4
 _TOKEN_IDS = range(5, 250)
 """Plain tokens in both built-in models' vocabularies."""
@@ -44,7 +46,7 @@ class Sizes:
 
 MODELS = {
     "tiny": Sizes(64, 32, 10, 8, 8, num_chats=8, num_turns=4, num_rounds=24),
-    "smollm2": Sizes(16, 8, 4, 3, 4, num_chats=3, num_turns=3, num_rounds=32),
+    "smollm2": Sizes(12, 6, 3, 2, 4, num_chats=3, num_turns=2, num_rounds=12),
 }
 """A real model's prompts are short and its pool small, since a CPU computes few tokens in a second."""
 
@@ -74,21 +76,19 @@ class Workloads:
         self._engine = engine
         self._rng = random.Random(seed)
 
-    async def run(self) -> dict[str, Tally]:
-        """All of them by name, each with an empty cache.
-
-        Those come first that leave the head start of `adaptive` where it begins.
-        """
+    async def run(self, names: Sequence[str]) -> dict[str, Tally]:
+        """Those of these names one after another, each with an empty cache."""
+        workloads = {
+            RETURNING_10: lambda: self.returning_prefix(10),
+            RETURNING_5: lambda: self.returning_prefix(20),
+            PINNED: self.pinned_prefix,
+            SILENT: self.silent_prefix,
+            CHATS: self.chats,
+        }
         tallies: dict[str, Tally] = {}
-        for name, workload in (
-            (RETURNING_10, lambda: self.returning_prefix(10)),
-            (PINNED, self.pinned_prefix),
-            (CHATS, self.chats),
-            (SILENT, self.silent_prefix),
-            (RETURNING_5, lambda: self.returning_prefix(20)),
-        ):
+        for name in names:
             await self._engine.engine.reset_cache()
-            tallies[name] = await workload()
+            tallies[name] = await workloads[name]()
         return tallies
 
     async def silent_prefix(self) -> Tally:
@@ -163,7 +163,7 @@ class Workloads:
             await self._one_off()
 
     async def _one_off(self) -> None:
-        await self._engine.ask(self._tokens(self._sizes.one_off_blocks * BLOCK_SIZE - 1), 1)
+        await self._engine.ask(self._tokens(self._sizes.one_off_blocks * BLOCK_SIZE), 1)
 
     def _prefix(self) -> list[int]:
         return self._tokens(self._sizes.prefix_blocks * BLOCK_SIZE)
@@ -172,8 +172,8 @@ class Workloads:
         return self._rng.choices(_TOKEN_IDS, k=num_tokens)
 
 
-async def run_workloads(model: str, rule: str, cache_dir: Path) -> dict[str, Tally]:
-    """All workloads on one new engine, in float32; by name."""
+async def run_workloads(model: str, rule: str, names: Sequence[str], cache_dir: Path) -> dict[str, Tally]:
+    """Workloads on one new engine, in float32; by name."""
     from worker.engines.demo_model import prepare_model
 
     sizes = MODELS[model]
@@ -186,6 +186,6 @@ async def run_workloads(model: str, rule: str, cache_dir: Path) -> dict[str, Tal
         kv_cache_blocks=sizes.num_blocks,
     )
     try:
-        return await Workloads(sizes, engine).run()
+        return await Workloads(sizes, engine).run(names)
     finally:
         await engine.engine.close()

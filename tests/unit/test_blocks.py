@@ -331,6 +331,25 @@ def test_forks_of_one_request_do_not_make_its_blocks_shared_by_two_requests():
     assert pool.statistics().num_free == (6, 0, 2, 0)
 
 
+def test_a_fork_before_a_collision_can_be_found_again():
+    pool = make_pool(8, hash_chain=weak_chain)
+    parent = start(pool, "r1", text(1))
+    other = next(
+        number for number in range(2, 99) if weak_chain(text(1, number), BLOCK_SIZE, ROOT)[1] == parent.keys[0]
+    )
+    pool.append(parent, text(other))
+    pool.commit(parent, parent.num_tokens)
+    assert (parent.is_findable, pool.statistics().num_collisions) == (False, 1)
+    child = pool.fork(parent, num_tokens=BLOCK_SIZE)
+    third = next(
+        number for number in range(2, 99) if weak_chain(text(1, number), BLOCK_SIZE, ROOT)[1] != parent.keys[0]
+    )
+    pool.append(child, text(third))
+    pool.commit(child, child.num_tokens)
+    assert child.num_committed_blocks == 2
+    pool.check()
+
+
 def test_a_fork_at_a_place_that_is_not_there_is_an_error():
     pool = make_pool(8)
     parent = start(pool, "r1", text(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,18 +16,20 @@ from redis.asyncio import Redis
 
 from router import cli, pins, runfile, warmup
 from router.runfile import Run
+from router.status import deployment_state
 from router.tokenizer import Tokenizer
 from router.warmup import Order
 from shared.config import Settings
 from shared.directory.base import Reply
 from shared.directory.embedded import EmbeddedStore
-from shared.directory.pin_board import PinSpec, PinState
+from shared.directory.memory import MemoryDirectory
+from shared.directory.pin_board import MemoryPinBoard, PinSpec, PinState
 from shared.directory.redis import RedisDirectory
 from shared.directory.redis_pin_board import RedisPinBoard
-from shared.errors import ConfigError, NoWorker
+from shared.errors import ConfigError, DirectoryUnavailable, NoWorker, UnknownPin
 from shared.hashing import pack_tokens
 from shared.types import WorkerId
-from tests.support.boards import Follower
+from tests.support.boards import FlakyBoard, Follower
 from tests.support.stores import (
     LONG_LEASE_S,
     PATIENT_S,
@@ -40,6 +43,7 @@ from tests.support.stores import (
     worker_info,
 )
 from tests.support.tokenizers import write_model_folder
+from tests.support.vtime import run_virtual
 
 __all__ = ["embedded_store"]
 
@@ -191,6 +195,8 @@ async def test_what_a_former_life_of_a_worker_has_said_is_void(deployment: Deplo
     await deployment.directory.register(worker_info("w1", life=2), epoch(2), LONG_LEASE_S)
     state = await pins.pin_state(deployment.run, SETTINGS)
     assert [(row["worker"], row["state"]) for row in state["pins"][0]["workers"]] == [("w0", "pinned"), ("w1", "away")]
+    workers = (await deployment_state(deployment.run, SETTINGS))["workers"]
+    assert [worker["num_pinned_blocks"] for worker in workers] == [3, None]
     assert not await deployment.warm_up(start_timeout_s=0.1)
 
 
@@ -217,6 +223,140 @@ async def test_an_interrupted_warmup_says_that_the_pin_stays_wanted(deployment: 
     await asyncio.wait({warming})
     assert "`kvroute unpin system` gives it up" in deployment.said[-1]
     assert await deployment.wanted() == {"system": ()}
+
+
+async def test_a_warmup_ends_when_its_pin_is_given_up_meanwhile(deployment: Deployment) -> None:
+    slow = deployment.followers["w0"]
+    slow.engine.may_pin.clear()
+    warming = asyncio.create_task(deployment.warm_up(lease_s=4 * HEARTBEAT_S))
+    await wait_until(lambda: slow.engine.pin_calls == ["system"])
+    await pins.unpin(deployment.run, SETTINGS, "system")
+    with pytest.raises(UnknownPin, match="pin system was given up, or its time was over, before all workers kept it"):
+        await warming
+    slow.engine.may_pin.set()
+    await wait_until(lambda: slow.engine.pin_calls == ["system", "-system"] and slow.states == {})
+
+
+async def test_a_warmup_ends_when_the_time_of_its_pin_is_over(deployment: Deployment) -> None:
+    deployment.followers["w0"].engine.may_pin.clear()
+    with pytest.raises(UnknownPin, match="its time was over"):
+        await deployment.warm_up(replace(ORDER, ttl_s=0.2), lease_s=4 * HEARTBEAT_S)
+
+
+async def test_a_warmup_goes_on_when_the_store_has_lost_its_pin_and_workers_put_it_back(deployment: Deployment) -> None:
+    slow = deployment.followers["w0"]
+    slow.engine.may_pin.clear()
+    warming = asyncio.create_task(deployment.warm_up(lease_s=PATIENT_S))
+    await wait_until(lambda: slow.engine.pin_calls == ["system"])
+    await deployment.board.clear()
+    slow.engine.may_pin.set()
+    assert await warming
+    assert await deployment.wanted() == {"system": ()}
+
+
+@dataclass
+class Outage:
+    """A warm-up on `w0`, which has made the pin, and `w1`, which computes it, when the store stops to answer."""
+
+    board: FlakyBoard
+    followers: dict[str, Follower]
+    said: list[str]
+    warming: asyncio.Task[bool]
+
+
+@contextlib.asynccontextmanager
+async def outage(monkeypatch: pytest.MonkeyPatch, **more: Any) -> AsyncIterator[Outage]:
+    loop = asyncio.get_running_loop()
+    directory = MemoryDirectory(SCHEME, loop.time)
+    board = FlakyBoard(MemoryPinBoard(loop.time))
+
+    @contextlib.asynccontextmanager
+    async def connected(*_: Any) -> AsyncIterator[tuple[Any, Any]]:
+        yield directory, board
+
+    monkeypatch.setattr(warmup, "connected", connected)
+    followers = {name: Follower.start(board, name) for name in ("w0", "w1")}
+    for name in followers:
+        await directory.register(worker_info(name), epoch(1), LONG_LEASE_S)
+    followers["w1"].engine.may_pin.clear()
+    run = Run("marker", "00", {}, "redis://nowhere", "host:1", ("w0", "w1"), is_ready=True)
+    settings = Settings(model=SCHEME.model, block_size=SCHEME.block_size_tokens, **more)
+    said: list[str] = []
+    warming = asyncio.create_task(warmup.warm_up(run, settings, ORDER, TOKENS, say=said.append, show=said.append))
+    await asyncio.sleep(3.0)
+    board.is_down = True
+    yield Outage(board, followers, said, warming)
+    for follower in followers.values():
+        await follower.pinner.stop()
+
+
+@pytest.mark.parametrize(("more", "silent_s"), [({}, 15.0), ({"lease_s": 20.0}, 60.0), ({"start_timeout_s": 8.0}, 5.0)])
+def test_a_warmup_whose_store_dies_gives_up_and_tells_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], silent_s: float
+) -> None:
+    async def scenario() -> None:
+        async with outage(monkeypatch, **more) as after:
+            died_at_s = asyncio.get_running_loop().time()
+            with pytest.raises(DirectoryUnavailable) as unavailable:
+                await after.warming
+            assert asyncio.get_running_loop().time() - died_at_s == pytest.approx(silent_s, abs=1.0)
+            assert re.fullmatch(
+                rf"the store has not answered for {silent_s:.0f} s \(.*: down\); last told of pin system: "
+                "w0 pinned, w1 warming; workers go on with what they have read",
+                str(unavailable.value),
+            )
+            after.followers["w1"].engine.may_pin.set()
+            await asyncio.sleep(1.0)
+            assert [await one.held() for one in after.followers.values()] == [{"system": 3}] * 2
+
+    run_virtual(scenario())
+
+
+def test_a_warmup_goes_on_when_its_store_is_back_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with outage(monkeypatch) as after:
+            for _ in range(5):
+                await asyncio.sleep(10.0)
+                after.board.is_down = False
+                await asyncio.sleep(2.0)
+                after.board.is_down = True
+            # It comes back without its memory, and has all the time it needs to be given the pin back.
+            after.board.inner = MemoryPinBoard(asyncio.get_running_loop().time)
+            await asyncio.sleep(10.0)
+            after.board.is_down = False
+            await asyncio.sleep(3.0)
+            after.followers["w1"].engine.may_pin.set()
+            assert await after.warming
+
+    run_virtual(scenario())
+
+
+def test_a_warmup_that_is_interrupted_without_its_store_advises_nothing_that_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with outage(monkeypatch) as after:
+            await asyncio.sleep(5.0)
+            after.warming.cancel()
+            await asyncio.wait({after.warming})
+            assert after.warming.cancelled()
+            assert after.said[-1] == "workers go on with what they have read of pin system; the store does not answer"
+
+    run_virtual(scenario())
+
+
+async def test_a_warmup_leaves_a_name_to_the_one_that_put_it_last(deployment: Deployment) -> None:
+    for follower in deployment.followers.values():
+        follower.engine.may_pin.clear()
+    first = asyncio.create_task(deployment.warm_up())
+    await wait_until(lambda: bool(deployment.said))
+    second = asyncio.create_task(deployment.warm_up(token_ids=TOKENS[:130]))
+    with pytest.raises(UnknownPin, match="pin system was put anew by somebody else"):
+        await first
+    for follower in deployment.followers.values():
+        follower.engine.may_pin.set()
+    assert await second
+    assert [await follower.held() for follower in deployment.followers.values()] == [{"system": 2}] * 2
 
 
 # Showing and giving up.
@@ -253,6 +393,18 @@ async def test_pins_are_shown_for_each_worker_with_their_budgets(deployment: Dep
         "w0      3       20",
         "w1      1       20",
     ]
+
+
+async def test_a_former_prompt_that_a_refusal_leaves_is_shown(deployment: Deployment) -> None:
+    await deployment.warm_up(replace(ORDER, num_workers=1))
+    # As after a command that was killed before it took the refused renewal back.
+    await deployment.board.put(pin_spec("system", workers=(W0,), num_tokens=21 * 64), None)
+    w0 = deployment.followers["w0"]
+    await wait_until(lambda: w0.states == {"system": PinState.REFUSED})
+    async with asyncio.timeout(PATIENT_S):
+        while "system  w0      refused" not in (text := pins.pin_text(await pins.pin_state(deployment.run, SETTINGS))):
+            await asyncio.sleep(HEARTBEAT_S)
+    assert "the budget is 20, 0 are pinned under other names; the former prompt is still kept (3 blocks)" in text
 
 
 async def test_a_deployment_without_pins_says_so(deployment: Deployment) -> None:

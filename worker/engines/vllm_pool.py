@@ -1,19 +1,21 @@
 """vLLM's own block pool under our eviction rule. Runs inside the engine's process; private to `vllm_scheduler`.
 
-The pool object that vLLM made is kept and given a subclass, since many parts of vLLM hold references to it. Everything
-that is not eviction order, events and keys stays vLLM's.
+Our pool takes the blocks of the one that vLLM made, and its place wherever vLLM holds it. Everything that is not
+eviction order, events and keys stays vLLM's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, cast
 
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
     get_block_hash,
@@ -29,6 +31,9 @@ from worker.pins import Pin, Pins
 
 NORMAL_PRIORITY = 0
 """A request's priority if nothing is said. Greater numbers run later (vLLM, `SchedulingPolicy`), and count as low."""
+
+_FIRST_GROUP = make_block_hash_with_group_id(BlockHash(b""), 0)
+"""What vLLM appends to the hash of a block in the only group of a cache."""
 
 
 class FreeQueue:
@@ -46,7 +51,7 @@ class FreeQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        blocks = [self._blocks[self._free.pop()] for _ in range(n)]
+        blocks = [self._blocks[block] for block in self._free.pop_n(n)]
         self.num_free_blocks -= n
         return blocks
 
@@ -54,16 +59,23 @@ class FreeQueue:
         self._free.remove(block.block_id)
         self.num_free_blocks -= 1
 
+    def serve(self, blocks: Iterable[KVCacheBlock], request: str) -> None:
+        """A request is served from these blocks; the free ones are taken out. vLLM's queue knows of no requests."""
+        self._free.serve([block.block_id for block in blocks], request)
+        self.num_free_blocks = len(self._free)
+
     def append(self, block: KVCacheBlock) -> None:
         self.append_n([block])
 
-    def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
-        self._free.push(block.block_id for block in blocks)
-        self.num_free_blocks = len(self._free)
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        if blocks:
+            self._free.push([block.block_id for block in blocks])
+            self.num_free_blocks += len(blocks)
 
-    def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
-        self._free.push_unhashed(block.block_id for block in blocks)
-        self.num_free_blocks = len(self._free)
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        if blocks:
+            self._free.push_unhashed([block.block_id for block in blocks])
+            self.num_free_blocks += len(blocks)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         return [self._blocks[block] for block in self._free.in_order()]
@@ -86,6 +98,7 @@ class KeyedBlockPool(BlockPool):
     blocks, which are those that look-ups of their hashes return.
     """
 
+    free_block_queue: FreeQueue  # type: ignore[assignment]
     _free: FreeBlocks[BlockHashWithGroupId]
     _scheme: CacheScheme
     _keys: list[BlockKey | None]
@@ -97,17 +110,32 @@ class KeyedBlockPool(BlockPool):
     def adopt(
         cls, manager: KVCacheManager, rule: str, scheme: CacheScheme, *, pin_budget_blocks: int
     ) -> KeyedBlockPool:
-        """Bring the manager's pool, all of whose blocks are free, under our rule.
+        """Put a pool under our rule in the place of the manager's, all of whose blocks are free.
 
         Raises:
-            TypeError: the pool is not the one that this class extends, or it reports no events.
+            TypeError: the pool is not the one that this class extends, it reports no events, or what holds it is not
+                known.
         """
-        pool = manager.block_pool
-        if type(pool) is not BlockPool or not pool.enable_kv_cache_events:
-            raise TypeError(f"the engine's pool is a {type(pool).__name__}, not a BlockPool that reports events")
-        free_blocks = pool.free_block_queue.get_all_free_blocks()
-        pool.__class__ = cls
-        assert isinstance(pool, cls)
+        stock = manager.block_pool
+        if type(stock) is not BlockPool or not stock.enable_kv_cache_events:
+            raise TypeError(f"the engine's pool is a {type(stock).__name__}, not a BlockPool that reports events")
+        free_blocks = stock.free_block_queue.get_all_free_blocks()
+        # Not the same object with another class: Python 3.11 reads attributes of such a one the slow way ever after,
+        # and vLLM asks the pool for each running sequence in each step.
+        pool = cls.__new__(cls)
+        for name, value in vars(stock).items():
+            setattr(pool, name, value)
+        holders: list[Any] = [manager, manager.coordinator, *manager.coordinator.single_type_managers]
+        for holder in holders:
+            if holder.block_pool is not stock:
+                raise TypeError(f"the {type(holder).__name__} has a pool of its own")
+            holder.block_pool = pool
+        for block in pool.blocks:
+            block.pool = pool
+        left_behind = weakref.ref(stock)
+        del stock, holder
+        if left_behind() is not None:
+            raise TypeError("the engine's pool is held by a part of vLLM that is not known")
         pool._free = FreeBlocks(rule, len(pool.blocks))
         pool._free.push_unhashed(block.block_id for block in free_blocks)
         pool._scheme = scheme
@@ -115,11 +143,36 @@ class KeyedBlockPool(BlockPool):
         pool._served_request = None
         pool._single_group = manager.num_kv_cache_groups == 1
         pool._pins = Pins(pin_budget_blocks if pool._single_group else 0)
-        pool.free_block_queue = FreeQueue(pool.blocks, pool._free)  # type: ignore[assignment]
+        pool.free_block_queue = FreeQueue(pool.blocks, pool._free)
         pool._watch_allocations_of(manager)
         return pool
 
     # What vLLM calls.
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """As vLLM's, in one pass, and one event names all that goes."""
+        if num_blocks > self.free_block_queue.num_free_blocks:
+            raise ValueError(f"{num_blocks} blocks wanted, {self.free_block_queue.num_free_blocks} are free")
+        blocks: list[KVCacheBlock] = self.free_block_queue.popleft_n(num_blocks)
+        if self._reuse_watchers:
+            self._notify_reuse(blocks)
+        metrics, cached, keys = self.metrics_collector, self.cached_block_hash_to_block, self._keys
+        remove_hashes = super()._remove_cached_block_hashes  # the rule forgot them when the block was popped
+        gone: list[BlockHashWithGroupId] = []
+        for block in blocks:
+            if metrics:
+                metrics.on_block_evicted(block)
+            if block.block_hash is not None:
+                keys[block.block_id] = None
+                for block_hash in remove_hashes(block):
+                    if cached.get_one_block(block_hash) is None:
+                        gone.append(block_hash)
+            block.ref_cnt = 1
+            if metrics:
+                metrics.on_block_allocated(block)
+        if gone:
+            self._report_removed(gone)
+        return blocks
 
     def cache_full_blocks(
         self,
@@ -140,19 +193,14 @@ class KeyedBlockPool(BlockPool):
         new_blocks = blocks[num_cached_blocks:num_full_blocks]
         is_low_priority = request.priority > NORMAL_PRIORITY
         parent = blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None
+        cache, request_id = self._free.cache, request.request_id
         num_known = 0
         for number, block in enumerate(new_blocks):
-            if block.block_hash is not None:
-                is_new = self._free.cache(
-                    block.block_id,
-                    block.block_hash,
-                    request.request_id,
-                    parent=parent,
-                    is_low_priority=is_low_priority,
-                )
-                if not is_new and num_known == number:
-                    num_known += 1
-            parent = block.block_id
+            block_id, block_hash = block.block_id, block.block_hash
+            if block_hash is not None and not cache(block_id, block_hash, request_id, parent, is_low_priority):
+                # Only those that lead matter.
+                num_known += num_known == number
+            parent = block_id
         event = self.kv_event_queue[-1]
         assert isinstance(event, BlockStored)
         if kv_cache_group_id == 0 and len(event.block_hashes) == len(new_blocks) and block_size == self.hash_block_size:
@@ -162,14 +210,17 @@ class KeyedBlockPool(BlockPool):
             elif num_known:
                 _drop_leading(event, num_known)
 
-    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """As vLLM's, and tells the rule for which request."""
-        blocks = list(blocks)
-        if self._served_request is not None:
-            for block in blocks:
-                if block.block_hash is not None:
-                    self._free.use(block.block_hash, self._served_request)
-        super().touch(blocks)
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """As vLLM's, and tells the rule for which request, if there is one."""
+        if self._served_request is None:
+            super().touch(blocks)
+            return
+        self.free_block_queue.serve(blocks, self._served_request)
+        metrics = self.metrics_collector
+        for block in blocks:
+            block.ref_cnt += 1
+            if metrics:
+                metrics.on_block_accessed(block)
 
     def reset_prefix_cache(self) -> bool:
         """As vLLM's: all, pins included, or, while a request holds a block, nothing."""
@@ -195,7 +246,15 @@ class KeyedBlockPool(BlockPool):
     def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:
         """Stock vLLM says removed for each copy, while another one still serves the hash."""
         gone = [each for each in block_hashes if self.cached_block_hash_to_block.get_one_block(each) is None]
-        super()._emit_block_removed_events(gone)
+        if gone:
+            self._report_removed(gone)
+
+    def _report_removed(self, gone: list[BlockHashWithGroupId]) -> None:
+        if not self._single_group:
+            super()._emit_block_removed_events(gone)  # an event names a group
+            return
+        hashes = [maybe_convert_block_hash(get_block_hash(each)) for each in gone]
+        self.kv_event_queue.append(BlockRemoved(block_hashes=hashes, medium=self.medium, group_idx=0))
 
     # What the scheduler asks on our behalf.
 
@@ -211,8 +270,8 @@ class KeyedBlockPool(BlockPool):
     def expect(self, request: Request) -> None:
         """A request waits that will use these blocks: spare them. Linear in the cached part of its prompt; modifies."""
         if self._single_group:
-            hashes = (make_block_hash_with_group_id(block_hash, 0) for block_hash in request.block_hashes)
-            self._free.refresh(self._free.find_all(hashes))
+            hashes = (block_hash + _FIRST_GROUP for block_hash in request.block_hashes)
+            self._free.refresh(self._free.find_all(cast(Iterator[BlockHashWithGroupId], hashes)))
 
     def evict_all_free(self) -> None:
         """Drop what is cached and neither in use nor pinned. Linear; modifies."""

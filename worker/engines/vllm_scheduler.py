@@ -52,6 +52,7 @@ _SURFACE: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
             "block_mask",
         ),
     ),
+    (BlockPool, "get_new_blocks", ("num_blocks",)),
     (BlockPool, "touch", ("blocks",)),
     (BlockPool, "free_blocks", ("ordered_blocks",)),
     (BlockPool, "get_cached_block", ("block_hash", "kv_cache_group_ids")),
@@ -59,6 +60,7 @@ _SURFACE: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (BlockPool, "_remove_cached_block_hashes", ("block",)),
     (BlockPool, "_emit_block_removed_events", ("block_hashes",)),
     (BlockPool, "_maybe_evict_cached_block", ("block",)),
+    (BlockPool, "_notify_reuse", ("blocks",)),
     (BlockHashToBlockMap, "get_one_block", ("key",)),
     (KVCacheCoordinator, "allocate_new_computed_blocks", ("request_id", "new_computed_blocks")),
     (KVCacheManager, "take_events", ()),
@@ -88,8 +90,8 @@ def check_surface() -> str | None:
     stored_fields = {"block_hashes", "parent_block_hash", "token_ids", "block_size", "extra_keys", "lora_name"}
     for parts_of, parts, expected_parts in (
         (BlockStored, BlockStored.__struct_fields__, stored_fields),
-        (BlockRemoved, BlockRemoved.__struct_fields__, {"block_hashes", "medium"}),
-        (KVCacheBlock, KVCacheBlock.__dataclass_fields__, {"block_id", "ref_cnt", "is_null"}),
+        (BlockRemoved, BlockRemoved.__struct_fields__, {"block_hashes", "medium", "group_idx"}),
+        (KVCacheBlock, KVCacheBlock.__dataclass_fields__, {"block_id", "ref_cnt", "is_null", "pool"}),
         (RequestStatus, RequestStatus.__members__, {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}),
         # How a pin went travels in this one.
         (EngineCoreOutput, EngineCoreOutput.__struct_fields__, {"kv_transfer_params"}),
@@ -249,8 +251,9 @@ class _KeyedPoolMixin:
         """Keep the prompt of a finished request that asks for it. How that went; None if it does not or was aborted."""
         params = request.sampling_params
         asked = ((params.extra_args if params is not None else None) or {}).get(PLUGIN)
-        is_complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        if asked is None or not is_complete:
+        if asked is None:
+            return None
+        if request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             return None
         try:
             return {"num_blocks": self._kvr_pool.pin(asked["pin"], request)}
