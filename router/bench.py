@@ -14,6 +14,7 @@ Measure = Callable[[Callable[[str], None]], Coroutine[Any, Any, dict[str, float]
 BENCHMARKS: Mapping[str, str] = MappingProxyType(
     {
         "blocks": "worker.bench",
+        "directory": "shared.directory.bench",
     }
 )
 """Name to the module whose coroutine `measure` it is. Imported when it runs, since some need an engine."""

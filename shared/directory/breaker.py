@@ -16,8 +16,9 @@ class Breaker:
     Knows no clock: callers say what time it is. Logs one line when it opens and one when it closes.
     """
 
-    def __init__(self, rest_s: float) -> None:
+    def __init__(self, rest_s: float, *, subject: str = "the directory's store") -> None:
         self._rest_s = rest_s
+        self._subject = subject
         self._num_misses_in_a_row = 0
         self._opened_at_s: float | None = None
         self._rests_until_s = 0.0
@@ -40,7 +41,7 @@ class Breaker:
     def succeed(self, now_s: float) -> None:
         """The store answered an admitted call. Modifies."""
         if self._opened_at_s is not None:
-            logger.error("the directory's store answers again after %.1f s", now_s - self._opened_at_s)
+            logger.error("%s answers again after %.1f s", self._subject, now_s - self._opened_at_s)
         self._num_misses_in_a_row = 0
         self._opened_at_s = None
         self._is_probing = False
@@ -56,7 +57,8 @@ class Breaker:
             self._opened_at_s = now_s
             self.num_openings += 1
             logger.error(
-                "the directory's store misses (%s); it is asked again every %.2g s, and routing goes on without it",
+                "%s misses (%s); it is asked again every %.2g s, and routing goes on without it",
+                self._subject,
                 reason,
                 self._rest_s,
             )

@@ -1,10 +1,10 @@
-"""The directory in Redis 7+ or Valkey: keys, scripts, answers. Holds connections and counters, never entries.
+"""The directory in Redis 7+ or Valkey: keys, scripts and what they answer. Holds counters, never entries.
 
     kvr:{<ns>:<worker>}:meta     hash    instance, epoch, seq, info, draining, staged (the epoch of
                                          the snapshot in the making)
     kvr:{<ns>:<worker>}:blocks   set     resident block keys, 16 bytes each
     kvr:{<ns>:<worker>}:staged   set     the snapshot in the making
-    kvr:{<ns>:<worker>}:events   stream  applied batches, capped: epoch, seq, holder (rank:tier:group), stored, removed;
+    kvr:{<ns>:<worker>}:events   stream  batches applied of late: epoch, seq, holder (rank:tier:group), stored, removed;
                                          an entry of seq 0 tells that everything before it is void
     kvr:{<ns>}:workers           set     ids announced and not yet reaped
 
@@ -16,12 +16,11 @@ together with a lease; `_reap` and the announcement with each heartbeat keep it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
-
-from redis.exceptions import NoScriptError, ResponseError
 
 from shared.directory.base import (
     MAX_KEYS_PER_CALL,
@@ -32,25 +31,38 @@ from shared.directory.base import (
     check_num_keys,
     check_scheme,
 )
-from shared.directory.breaker import Breaker
-from shared.directory.connection import StoreConnection
+from shared.directory.connection import Command, StoreConnection, as_text, is_malformed
+from shared.directory.redis_feed import RedisFeed
 from shared.errors import DirectoryUnavailable, ProtocolError
 from shared.hashing import KEY_SIZE_BYTES
 from shared.messages import decode_record, encode_record
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
 
-_SCRIPTS = ("register", "heartbeat", "announce", "apply", "stage", "commit", "set_draining", "forget", "match")
+_SCRIPTS = (
+    *("register", "heartbeat", "announce", "apply", "stage", "commit", "set_draining", "forget"),
+    *("match", "look", "position", "probe"),
+)
 _RECORD_FIELDS = ("instance", "epoch", "seq", "draining", "info")
 _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
 
 
-class RedisDirectory:
-    """`Directory` over a Redis-protocol server.
+ACL_RULES = (
+    "resetkeys ~kvr:* resetchannels -@all +info +cluster|slots +asking +evalsha +script|load +time +type +exists "
+    "+unlink +rename +pexpire +pexpireat +pexpiretime +pttl +get +set +hset +hget +hmget +hgetall +hdel +hexists +hlen "
+    "+sadd +srem +scard +smembers +smismember +sscan +zadd +zrem +zscore +zrangebyscore +zremrangebyrank +xadd +xtrim "
+    "+xread +xrevrange"
+)
+"""All that a user of the store needs, as `ACL SETUSER` takes it: for the directory and for the pin board."""
 
-    Every call has a deadline and raises `DirectoryUnavailable` past it. After misses in a row `match`, which requests
-    wait for, fails at once for `rest_s`; a store that is too slow for it may still serve publishers and the list of
-    workers, so that they always ask. Counters only grow: `num_misses` counts calls without an answer, `num_spared`
-    matches that failed at once, `num_malformed` values in the store that were refused.
+
+class RedisDirectory:
+    """`Directory` over a Redis-protocol server, or over the primaries of a Redis Cluster.
+
+    Every call has a deadline and raises `DirectoryUnavailable` past it. After misses in a row of one server, `match`,
+    which requests wait for, passes it over for `rest_s`; a store that is too slow for it may still serve publishers and
+    the list of workers, so that they always ask. Of a cluster, `match` and `workers` tell what the servers that answer
+    know. Counters only grow: `num_misses` counts calls without an answer, `num_spared` matches that failed at once,
+    `num_malformed` values in the store that were refused.
     """
 
     def __init__(
@@ -65,61 +77,70 @@ class RedisDirectory:
     ) -> None:
         self._scheme = scheme
         self._match_deadline_s = match_deadline_s
-        self._max_stream_entries = max_stream_entries
-        self._breaker = Breaker(rest_s)
-        self.num_spared = 0
-        self.num_malformed = 0
         self._publish_deadline_s = publish_deadline_s
-        self._connection = StoreConnection(url, longest_deadline_s=publish_deadline_s, scripts=_SCRIPTS)
-        self._client = self._connection.client
-        self._script_of = self._connection.scripts
+        self._max_stream_entries = max_stream_entries
+        self.num_malformed = 0
+        self._connection = StoreConnection(url, longest_deadline_s=publish_deadline_s, rest_s=rest_s, scripts=_SCRIPTS)
         self._workers_key = f"kvr:{{{scheme.namespace}}}:workers"
 
     @property
     def is_resting(self) -> bool:
         """Whether the store missed so often that `match` fails at once; told in the log when it begins and ends."""
-        return self._breaker.is_open
+        return self._connection.is_resting
 
     @property
     def num_misses(self) -> int:
         return self._connection.num_misses
 
     @property
+    def num_spared(self) -> int:
+        return self._connection.num_spared
+
+    @property
     def num_breaker_openings(self) -> int:
-        return self._breaker.num_openings
+        return self._connection.num_breaker_openings
+
+    def feed(self, reader: str, *, deadline_s: float = 1.0, canary_s: float = 60.0) -> RedisFeed:
+        """What a mirror reads, over this directory's connections. `reader` names its canaries in the store."""
+        return RedisFeed(
+            self._connection,
+            self._keys,
+            workers_key=self._workers_key,
+            reader=reader,
+            deadline_s=min(deadline_s, self._publish_deadline_s),
+            prompt_s=self._match_deadline_s,
+            canary_s=canary_s,
+        )
 
     async def connect(self) -> None:
-        """Connect and check the server's version, as the first call does otherwise.
+        """Connect and find out whether the store will do.
 
-        Raises `ConfigError` if it is too old, `DirectoryUnavailable` if it does not answer.
+        Raises `ConfigError` for one that is too old or refuses the user, `DirectoryUnavailable` for one that does not
+        answer, or takes no writes now.
         """
-        await self._connection.connect()
+
+        def probe(tag: str) -> Command:
+            return self._connection.script_command("probe", [f"kvr:{{{tag}}}:probe:{number}" for number in range(6)])
+
+        await self._connection.connect(probe, ACL_RULES)
 
     async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
         check_scheme(info, self._scheme)
         lease_ms = _milliseconds(lease_s)
-
-        async def work() -> Reply:
-            keys = self._keys(info.worker, "meta", "blocks", "events", "staged")
-            arguments = (info.instance, epoch, encode_record(info), lease_ms, self._max_stream_entries)
-            reply = await self._run("register", keys, *arguments)
-            if reply is Reply.OK:
-                await self._announce(info.worker, lease_ms)
-            return reply
-
-        return await self._connection.call("register", self._publish_deadline_s, work)
+        keys = self._keys(info.worker, "meta", "blocks", "events", "staged")
+        arguments = (info.instance, epoch, encode_record(info), lease_ms, self._max_stream_entries)
+        reply = await self._publish("register", keys, *arguments)
+        if reply is Reply.OK:
+            await self._announce(info.worker, lease_ms)
+        return reply
 
     async def heartbeat(self, worker: WorkerId, epoch: Epoch, seq: int, lease_s: float) -> Reply:
         lease_ms = _milliseconds(lease_s)
-
-        async def work() -> Reply:
-            keys = self._keys(worker, "meta", "blocks", "events", "staged")
-            reply = await self._run("heartbeat", keys, epoch, seq, lease_ms)
-            if reply in (Reply.OK, Reply.GAP):
-                await self._announce(worker, lease_ms)
-            return reply
-
-        return await self._connection.call("heartbeat", self._publish_deadline_s, work)
+        keys = self._keys(worker, "meta", "blocks", "events", "staged")
+        reply = await self._publish("heartbeat", keys, epoch, seq, lease_ms)
+        if reply in (Reply.OK, Reply.GAP):
+            await self._announce(worker, lease_ms)
+        return reply
 
     async def apply(self, batch: EventBatch) -> Reply:
         check_batch(batch)
@@ -147,117 +168,51 @@ class RedisDirectory:
         return await self._publish("set_draining", self._keys(worker, "meta"), epoch, int(is_draining))
 
     async def forget(self, worker: WorkerId, instance: Instance) -> Reply:
-        async def work() -> Reply:
-            reply = await self._run("forget", self._keys(worker, "meta", "blocks", "events", "staged"), instance)
-            await self._reap([worker])
-            return reply
-
-        return await self._connection.call("forget", self._publish_deadline_s, work)
+        keys = self._keys(worker, "meta", "blocks", "events", "staged")
+        reply = await self._publish("forget", keys, instance)
+        await self._reap([worker])
+        return reply
 
     async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
-        candidates = list(workers)
-        if not keys or not candidates:
+        """One round trip to each server; one more for each 4,096 keys that some worker holds all of."""
+        asked = list(workers)
+        if not keys or not asked:
             return {}
         chain = b"".join(keys)
-        breaker = self._breaker
         clock = asyncio.get_running_loop().time
-        if not breaker.admit(clock()):
-            self.num_spared += 1
-            raise DirectoryUnavailable("match: the store has not answered lately")
-        try:
-            found = await self._connection.call("match", self._match_deadline_s, lambda: self._match(chain, candidates))
-        except DirectoryUnavailable as error:
-            breaker.miss(clock(), str(error))
-            raise
-        except BaseException:
-            breaker.abandon()
-            raise
-        breaker.succeed(clock())
-        return found
-
-    async def workers(self) -> list[WorkerRecord]:
-        return await self._connection.call("workers", self._publish_deadline_s, self._read_workers)
-
-    async def resident(self, worker: WorkerId) -> set[BlockKey]:
-        async def work() -> set[BlockKey]:
-            members: Any = await self._client.smembers(*self._keys(worker, "blocks"))
-            return set(members)
-
-        return await self._connection.call("resident", self._publish_deadline_s, work)
-
-    async def close(self) -> None:
-        await self._connection.close()
-
-    async def _publish(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Reply:
-        return await self._connection.call(
-            script, self._publish_deadline_s, lambda: self._run(script, keys, *arguments)
-        )
-
-    async def _run(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Reply:
-        raw = await self._script_of[script](keys=keys, args=arguments)
-        return Reply(raw.decode())
-
-    # Reading.
-
-    async def _match(self, chain: bytes, candidates: list[WorkerId]) -> dict[WorkerId, Match]:
-        """One round trip; one more for each 4,096 keys that some worker holds all of."""
+        ends_at_s, left_s = clock() + self._match_deadline_s, self._match_deadline_s
         found: dict[WorkerId, Match] = {}
-        asked = candidates
         for start in range(0, len(chain), _MATCH_BYTES_PER_ROUND):
             part = chain[start : start + _MATCH_BYTES_PER_ROUND]
             num_before = start // KEY_SIZE_BYTES
             longest = []
-            for worker, (instance, num_blocks) in (await self._match_round(part, asked)).items():
-                if num_blocks:
-                    found[worker] = Match(instance, num_before + num_blocks)
-                if num_blocks * KEY_SIZE_BYTES == len(part):
+            for worker, answer in (await self._match_round(part, asked, left_s)).items():
+                if answer is None:
+                    found.pop(worker, None)
+                    continue
+                if answer.num_blocks:
+                    found[worker] = Match(answer.instance, num_before + answer.num_blocks)
+                if answer.num_blocks * KEY_SIZE_BYTES == len(part):
                     longest.append(worker)
             asked = longest
             if not asked:
                 break
+            left_s = max(0.0, ends_at_s - clock())
         return found
 
-    async def _match_round(self, part: bytes, asked: list[WorkerId]) -> dict[WorkerId, tuple[Instance, int]]:
-        replies = await self._evaluate_match(part, asked)
-        if any(isinstance(reply, NoScriptError) for reply in replies):
-            await self._client.script_load(self._script_of["match"].script)
-            replies = await self._evaluate_match(part, asked)
-        found = {}
-        for worker, reply in zip(asked, replies, strict=True):
-            if reply is None:
-                continue
-            if isinstance(reply, ResponseError):
-                if "WRONGTYPE" not in str(reply):
-                    raise reply
-                self.num_malformed += 1
-                continue
-            instance = _text(reply[0])
-            if instance is None:
-                self.num_malformed += 1
-                continue
-            found[worker] = (Instance(instance), int(reply[1]))
-        return found
+    async def workers(self) -> list[WorkerRecord]:
+        async def read_names() -> Any:
+            return await self._connection.execute(self._workers_key, "SMEMBERS", self._workers_key)
 
-    async def _evaluate_match(self, part: bytes, asked: list[WorkerId]) -> list[Any]:
-        sha = self._script_of["match"].sha
-        async with self._client.pipeline(transaction=False) as pipeline:
-            for worker in asked:
-                pipeline.execute_command("EVALSHA", sha, 2, *self._keys(worker, "meta", "blocks"), part)
-            return await pipeline.execute(raise_on_error=False)
-
-    async def _read_workers(self) -> list[WorkerRecord]:
-        names = [_text(raw) for raw in await self._client.smembers(self._workers_key)]
+        names = [as_text(raw) for raw in await self._connection.call("workers", self._publish_deadline_s, read_names)]
         ids = sorted(WorkerId(name) for name in names if name is not None)
         self.num_malformed += len(names) - len(ids)
-        async with self._client.pipeline(transaction=False) as pipeline:
-            for worker in ids:
-                pipeline.hmget(*self._keys(worker, "meta"), *_RECORD_FIELDS)
-            rows = await pipeline.execute(raise_on_error=False)
+        metas = [self._keys(worker, "meta")[0] for worker in ids]
+        commands = [Command(meta, ("HMGET", meta, *_RECORD_FIELDS)) for meta in metas]
+        rows = await self._ask_each("workers", self._publish_deadline_s, commands)
         records = []
         for worker, row in zip(ids, rows, strict=True):
-            if isinstance(row, ResponseError) and "WRONGTYPE" not in str(row):
-                raise row
-            if not isinstance(row, Exception) and not any(row):
+            if isinstance(row, DirectoryUnavailable) or (not isinstance(row, Exception) and not any(row)):
                 continue
             try:
                 records.append(self._parse_record(worker, row))
@@ -266,37 +221,106 @@ class RedisDirectory:
         await self._reap([worker for worker, row in zip(ids, rows, strict=True) if row == [None] * len(_RECORD_FIELDS)])
         return records
 
+    async def resident(self, worker: WorkerId) -> set[BlockKey]:
+        async def work() -> Any:
+            (blocks,) = self._keys(worker, "blocks")
+            return await self._connection.execute(blocks, "SMEMBERS", blocks)
+
+        members = await self._connection.call("resident", self._publish_deadline_s, work)
+        found = {BlockKey(member) for member in members if len(member) == KEY_SIZE_BYTES}
+        self.num_malformed += len(members) - len(found)
+        return found
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def _publish(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Reply:
+        """A script's reply. Where it finds a value that is none of ours, nobody is known: registering replaces it."""
+
+        async def work() -> Any:
+            (answer,) = await self._connection.pipeline([self._connection.script_command(script, keys, *arguments)])
+            if isinstance(answer, Exception) and not is_malformed(answer):
+                raise answer
+            return answer
+
+        raw = await self._connection.call(script, self._publish_deadline_s, work)
+        if isinstance(raw, Exception):
+            self.num_malformed += 1
+            return Reply.UNKNOWN
+        return Reply(raw.decode())
+
+    # Reading.
+
+    async def _ask_each(
+        self, operation: str, deadline_s: float, commands: list[Command], *, is_guarded: bool = False
+    ) -> list[Any]:
+        """As the connection's; raises `DirectoryUnavailable` where no server answers."""
+        answers = await self._connection.ask_each(operation, deadline_s, commands, is_guarded=is_guarded)
+        if answers and all(isinstance(answer, DirectoryUnavailable) for answer in answers):
+            raise answers[0]
+        return answers
+
+    async def _match_round(self, part: bytes, asked: list[WorkerId], deadline_s: float) -> dict[WorkerId, Match | None]:
+        """What is known of the workers; `None` for one whose server does not answer."""
+        commands = [
+            self._connection.script_command("match", self._keys(worker, "meta", "blocks"), part) for worker in asked
+        ]
+        found: dict[WorkerId, Match | None] = {}
+        answers = await self._ask_each("match", deadline_s, commands, is_guarded=True)
+        for worker, answer in zip(asked, answers, strict=True):
+            if answer is None:
+                continue
+            if isinstance(answer, DirectoryUnavailable):
+                found[worker] = None
+                continue
+            instance = None if isinstance(answer, Exception) else as_text(answer[0])
+            if instance is None:
+                self.num_malformed += 1
+                continue
+            found[worker] = Match(Instance(instance), int(answer[1]))
+        return found
+
     def _parse_record(self, worker: WorkerId, row: Any) -> WorkerRecord:
         """A worker's record from its meta fields. Raises `ProtocolError`, `TypeError` or `ValueError`."""
         raw_instance, raw_epoch, seq, draining, raw_info = row
         info = decode_record(WorkerInfo, raw_info)
-        epoch = _text(raw_epoch)
-        if epoch is None or (info.worker, info.scheme, info.instance) != (worker, self._scheme, _text(raw_instance)):
+        epoch = as_text(raw_epoch)
+        if epoch is None or (info.worker, info.scheme, info.instance) != (worker, self._scheme, as_text(raw_instance)):
             raise ProtocolError(f"the record of {worker} is about another worker")
         return WorkerRecord(info, Epoch(epoch), int(seq), is_draining=draining == b"1")
 
     # The list of workers.
 
     async def _announce(self, worker: WorkerId, lease_ms: int) -> None:
-        await self._script_of["announce"](keys=[self._workers_key], args=[worker, lease_ms])
+        """Put a worker on the list. Where that fails, the next heartbeat does it: the lease stands all the same."""
+
+        async def work() -> None:
+            await self._connection.run("announce", [self._workers_key], worker, lease_ms)
+
+        with contextlib.suppress(DirectoryUnavailable):
+            await self._connection.call("announce", self._publish_deadline_s, work)
 
     async def _reap(self, workers: list[WorkerId]) -> None:
         """Take workers off the list unless they hold a lease.
 
         A worker registers first and announces itself after. Whoever reaps does it the other way round: takes the id
         off, looks at the lease after, and puts the id back if there is one. So of the two, the later one always lists a
-        live worker, whatever the interleaving.
+        live worker, whatever the interleaving. Where that is cut short, a live worker's next heartbeat lists it, and
+        the next reader of the list finds a dead one.
         """
         if not workers:
             return
-        async with self._client.pipeline(transaction=False) as pipeline:
-            pipeline.srem(self._workers_key, *workers)
-            for worker in workers:
-                pipeline.pttl(*self._keys(worker, "meta"))
-            _, *leases_ms = await pipeline.execute()
-        for worker, lease_ms in zip(workers, leases_ms, strict=True):
-            if lease_ms > 0:
-                await self._announce(worker, lease_ms)
+        metas = [self._keys(worker, "meta")[0] for worker in workers]
+
+        async def work() -> list[Any]:
+            await self._connection.execute(self._workers_key, "SREM", self._workers_key, *workers)
+            return await self._connection.pipeline([Command(meta, ("PTTL", meta)) for meta in metas])
+
+        with contextlib.suppress(DirectoryUnavailable):
+            leases_ms = await self._connection.call("reap", self._publish_deadline_s, work)
+            for worker, lease_ms in zip(workers, leases_ms, strict=True):
+                if not isinstance(lease_ms, Exception) and lease_ms > 0:
+                    await self._announce(worker, lease_ms)
 
     def _keys(self, worker: WorkerId, *kinds: str) -> list[str]:
         # The id is quoted: a brace in it would end the hash tag early, a colon make two ids look like one.
@@ -306,11 +330,3 @@ class RedisDirectory:
 
 def _milliseconds(duration_s: float) -> int:
     return max(1, math.ceil(duration_s * 1000))
-
-
-def _text(raw: Any) -> str | None:
-    """A value of the store as text; `None` if it is none."""
-    try:
-        return raw.decode() if isinstance(raw, bytes) else None
-    except UnicodeDecodeError:
-        return None

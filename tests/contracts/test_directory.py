@@ -1,4 +1,4 @@
-"""What every directory promises: one suite over the memory directory and a real server."""
+"""What every directory promises: one suite over the memory directory, every kind of store, and mirrors of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 from shared.directory.base import MAX_KEYS_PER_CALL, Match, Reply, WorkerRecord
 from shared.errors import ConfigError
 from shared.types import CacheScheme, EventBatch, Holder, Tier, WorkerId
+from tests.support.servers import redis_cluster, redis_server, secured_server
 from tests.support.stores import (
     LONG_LEASE_S,
     PATIENT_S,
     SCHEME,
+    STORES,
     Bench,
     batch,
     embedded_store,
@@ -22,19 +24,28 @@ from tests.support.stores import (
     key,
     keys,
     memory_bench,
+    mirrored_bench,
     redis_bench,
     worker_info,
 )
 
-__all__ = ["embedded_store"]
+__all__ = ["embedded_store", "redis_cluster", "redis_server", "secured_server"]
 
 E1, E2, E3 = epoch(1), epoch(2), epoch(3)
 W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+MIRRORED = {f"mirrored {kind}": kind for kind in ("valkey", "redis cluster")}
+
+
+@pytest.fixture(params=["memory", *(pytest.param(kind, marks=pytest.mark.redis) for kind in (*STORES, *MIRRORED))])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    opened = memory_bench() if request.param == "memory" else redis_bench(request.getfixturevalue("embedded_store"))
+    kind = MIRRORED.get(request.param, request.param)
+    if kind == "memory":
+        opened = memory_bench()
+    else:
+        open_bench = mirrored_bench if request.param in MIRRORED else redis_bench
+        opened = open_bench(request.getfixturevalue(STORES[kind]))
     async with opened as found:
         yield found
 

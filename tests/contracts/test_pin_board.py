@@ -1,4 +1,4 @@
-"""What every pin board promises: one suite over the board in memory and a real server."""
+"""What every pin board promises: one suite over the board in memory and every kind of store."""
 
 from __future__ import annotations
 
@@ -24,18 +24,29 @@ from shared.errors import ConfigError, DirectoryUnavailable, PinRefused
 from shared.hashing import pack_tokens
 from shared.messages import encode_record
 from shared.types import WorkerId
-from tests.support.stores import SCHEME, BoardBench, embedded_store, instance, memory_board, pin_spec, redis_board
+from tests.support.servers import redis_cluster, redis_server, secured_server
+from tests.support.stores import (
+    SCHEME,
+    STORES,
+    BoardBench,
+    embedded_store,
+    instance,
+    memory_board,
+    pin_spec,
+    redis_board,
+)
 
-__all__ = ["embedded_store"]
+__all__ = ["embedded_store", "redis_cluster", "redis_server", "secured_server"]
 
 B1, B2, B3 = (BoardId(f"{number:032x}") for number in (101, 102, 103))
 W1, W2, W3 = WorkerId("w1"), WorkerId("w{2}:"), WorkerId("w3")
 PINS = f"kvr:{{{SCHEME.namespace}}}:pins"
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(params=["memory", *(pytest.param(kind, marks=pytest.mark.redis) for kind in STORES)])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[BoardBench]:
-    opened = memory_board() if request.param == "memory" else redis_board(request.getfixturevalue("embedded_store"))
+    is_memory = request.param == "memory"
+    opened = memory_board() if is_memory else redis_board(request.getfixturevalue(STORES[request.param]))
     async with opened as found:
         yield found
 

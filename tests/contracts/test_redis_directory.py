@@ -165,8 +165,7 @@ async def test_batch_that_failed_half_way_does_not_pass_for_applied(
     directory: RedisDirectory, client: Any, kind: str
 ) -> None:
     await client.set(f"{TAG}:{kind}", b"nonsense")
-    with pytest.raises(DirectoryUnavailable, match="WRONGTYPE"):
-        await directory.apply(batch("w1", E1, 2, [3], [0]))
+    assert await directory.apply(batch("w1", E1, 2, [3], [0])) == Reply.UNKNOWN
     await client.delete(f"{TAG}:{kind}")
     assert await directory.apply(batch("w1", E1, 2, [3], [0])) == Reply.OK
     assert set(keys([3])) <= await directory.resident(W1)
@@ -176,8 +175,7 @@ async def test_batch_that_failed_half_way_does_not_pass_for_applied(
 async def test_commit_that_failed_half_way_does_not_pass_for_done(directory: RedisDirectory, client: Any) -> None:
     await directory.stage(W1, E1, E2, keys(range(5, 8)))
     await client.set(f"{TAG}:events", b"nonsense")
-    with pytest.raises(DirectoryUnavailable, match="WRONGTYPE"):
-        await directory.commit(W1, E1, E2, 3)
+    assert await directory.commit(W1, E1, E2, 3) == Reply.UNKNOWN
     assert await directory.resident(W1) == set(keys(range(3)))
     await client.delete(f"{TAG}:events")
     assert await directory.commit(W1, E1, E2, 3) == Reply.OK
@@ -195,28 +193,49 @@ async def test_registering_replaces_values_of_a_wrong_type(directory: RedisDirec
     assert await directory.resident(W1) == set(keys([3]))
 
 
+async def test_members_that_are_no_keys_are_counted_and_left_out(directory: RedisDirectory, client: Any) -> None:
+    await client.sadd(f"{TAG}:blocks", b"", b"short", b"far too long for a key")
+    assert await directory.resident(W1) == set(keys(range(3)))
+    assert directory.num_malformed == 3
+
+
 async def test_match_survives_an_instance_that_is_no_text(directory: RedisDirectory, client: Any) -> None:
     await client.hset(f"{TAG}:meta", "instance", b"\xff")
     assert await directory.match(keys(range(3)), [W1]) == {}
     assert directory.num_malformed == 1
 
 
-async def test_server_that_is_too_old_is_one_clear_error() -> None:
+@pytest.mark.parametrize(
+    ("told", "complaint"),
+    [
+        (b"redis_version:6.2.14\r\n", r"the server is Redis 6\.2\.14; Redis 7 or later, or Valkey, is needed"),
+        (b"redis_version:7.2.4\r\nredis_mode:sentinel\r\n", "the server runs as sentinel"),
+        (b"", "the server is Redis unknown"),
+    ],
+)
+async def test_server_that_will_not_do_is_one_clear_error(told: bytes, complaint: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.readline():
-            body = b"# Server\r\nredis_version:6.2.14\r\n"
-            writer.write(b"$%d\r\n%s\r\n" % (len(body), body))
+        while line := await reader.readline():
+            if line.strip().upper() == b"SERVER":  # of INFO server
+                body = b"# Server\r\n" + told
+                writer.write(b"$%d\r\n%s\r\n" % (len(body), body))
+            elif line.strip().upper() in (b"LIB-NAME", b"LIB-VER"):  # of CLIENT SETINFO
+                writer.write(b"+OK\r\n")
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    directory = RedisDirectory(f"redis://127.0.0.1:{port}?protocol=2", SCHEME, publish_deadline_s=PATIENT_S)
-    directory._client.connection_pool.connection_kwargs["driver_info"] = None
-    with pytest.raises(ConfigError, match=r"Redis 6\.2\.14; Redis 7 or later, or Valkey, is needed"):
-        await directory.workers()
-    await directory.close()
-    server.close()
-    await server.wait_closed()
+    directory = RedisDirectory(f"redis://127.0.0.1:{port}", SCHEME, publish_deadline_s=PATIENT_S)
+    try:
+        with pytest.raises(ConfigError, match=f"^--redis-url: {complaint}"):
+            await directory.connect()
+        # One that comes to its address later ends no request and no worker.
+        with pytest.raises(DirectoryUnavailable, match=f"^match: UnfitStore: {complaint}"):
+            await directory.match(keys(range(3)), [W1])
+    finally:
+        await directory.close()
+        server.close()
+        await server.wait_closed()
 
 
 @pytest.mark.parametrize("url", ["redis://:hunter2/x@host:1", "redis://:hunter2@host:port", "unix://"])

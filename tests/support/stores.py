@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
 
-from shared.directory.base import Directory, Reply
+from shared.directory.base import Directory, Match, Reply
 from shared.directory.embedded import EmbeddedStore, find_server
 from shared.directory.memory import MemoryDirectory
+from shared.directory.mirrored import MirroredDirectory
 from shared.directory.pin_board import FOLLOWED_S, MemoryPinBoard, PinBoard, PinSpec, Revision
 from shared.directory.redis import RedisDirectory
 from shared.directory.redis_pin_board import RedisPinBoard
 from shared.errors import ConfigError
 from shared.hashing import pack_tokens
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Holder, Instance, WorkerId, WorkerInfo
+from tests.support.servers import ClusterProcesses, ServerProcess
 
 SCHEME = CacheScheme("org/model", 64)
 LONG_LEASE_S = 600.0
@@ -92,7 +95,7 @@ class Bench:
     connect: Callable[[CacheScheme], Directory]
     """Another directory on the same store, for another scheme."""
     clock: Clock | None
-    client: Redis | None
+    client: Redis | RedisCluster | None
 
     async def let_expire(self, name: str, in_epoch: Epoch, seq: int) -> None:
         """Let one worker's lease run out, and no other's."""
@@ -105,8 +108,20 @@ class Bench:
                     await asyncio.sleep(0.002)
 
     async def stored_keys(self) -> list[str]:
-        """Names of all keys in the store; the memory directory has none."""
-        return [] if self.client is None else sorted([raw.decode() async for raw in self.client.scan_iter()])
+        """Names of all keys in the store but readers' canaries; the memory directory has none."""
+        if self.client is None:
+            return []
+        names = [raw.decode() async for raw in self.client.scan_iter()]
+        return sorted(name for name in names if ":canary:" not in name)
+
+
+class LevelDirectory(MirroredDirectory):
+    """Matches once its mirror stands where the store does, so that a test sees what it has just written."""
+
+    async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
+        async with asyncio.timeout(20.0):
+            await self.caught_up()
+        return await super().match(keys, workers)
 
 
 @asynccontextmanager
@@ -115,19 +130,66 @@ async def memory_bench() -> AsyncIterator[Bench]:
     yield Bench(MemoryDirectory(SCHEME, clock), lambda scheme: MemoryDirectory(scheme, clock), clock, None)
 
 
+STORES = {
+    "valkey": "embedded_store",
+    "redis": "redis_server",
+    "redis with TLS and an ACL": "secured_server",
+    "redis cluster": "redis_cluster",
+}
+"""Kind of store -> the fixture that runs it."""
+
+
+class Store(Protocol):
+    """A running server, or cluster of them, at a URL that directories take."""
+
+    @property
+    def url(self) -> str: ...
+
+
+def client_of(store: Store) -> Redis | RedisCluster:
+    """A client that may do everything."""
+    return store.client() if isinstance(store, (ServerProcess, ClusterProcesses)) else Redis.from_url(store.url)
+
+
 @asynccontextmanager
-async def redis_bench(store: EmbeddedStore) -> AsyncIterator[Bench]:
-    """A directory on the server, which is emptied first."""
-    opened = [RedisDirectory(store.url, SCHEME, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S)]
+async def redis_bench(store: Store) -> AsyncIterator[Bench]:
+    """A directory on the store, which is emptied first."""
+    async with _store_bench(store, lambda directory: directory) as bench:
+        yield bench
+
+
+@asynccontextmanager
+async def mirrored_bench(store: Store) -> AsyncIterator[Bench]:
+    """The same, matched from mirrors."""
+    async with _store_bench(store, mirrored) as bench:
+        yield bench
+
+
+def mirrored(directory: RedisDirectory) -> MirroredDirectory:
+    """A mirror over `directory` that follows closely."""
+    opened = LevelDirectory(
+        directory,
+        directory.feed(f"reader-{id(directory)}", deadline_s=PATIENT_S),
+        refresh_s=0.05,
+        wait_s=0.01,
+    )
+    opened.start()
+    return opened
+
+
+@asynccontextmanager
+async def _store_bench(store: Store, wrap: Callable[[RedisDirectory], Directory]) -> AsyncIterator[Bench]:
+    opened: list[Directory] = []
 
     def connect(scheme: CacheScheme) -> Directory:
-        opened.append(RedisDirectory(store.url, scheme, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S))
+        directory = RedisDirectory(store.url, scheme, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S)
+        opened.append(wrap(directory))
         return opened[-1]
 
-    client = Redis.from_url(store.url)
+    client = client_of(store)
     await client.flushall()
     try:
-        yield Bench(opened[0], connect, None, client)
+        yield Bench(connect(SCHEME), connect, None, client)
     finally:
         await client.aclose()
         for directory in opened:
@@ -151,7 +213,7 @@ class BoardBench:
 
     board: PinBoard
     clock: Clock | None
-    client: Redis | None
+    client: Redis | RedisCluster | None
 
     async def abandon(self, name: str) -> None:
         """Let the time run out for which a pin outlives its workers."""
@@ -184,9 +246,9 @@ async def memory_board() -> AsyncIterator[BoardBench]:
 
 
 @asynccontextmanager
-async def redis_board(store: EmbeddedStore) -> AsyncIterator[BoardBench]:
-    """A board on the server, which is emptied first."""
-    client = Redis.from_url(store.url)
+async def redis_board(store: Store) -> AsyncIterator[BoardBench]:
+    """A board on the store, which is emptied first."""
+    client = client_of(store)
     await client.flushall()
     board = RedisPinBoard(store.url, SCHEME, deadline_s=PATIENT_S)
     try:

@@ -7,6 +7,7 @@ import pytest
 
 from router.bench import figures_text
 from router.cli import main
+from shared.directory import bench as directory_bench
 from worker import bench
 from worker.bench import Sizes
 
@@ -22,6 +23,29 @@ async def test_blocks_gives_every_figure_with_its_spread_and_what_repeats_it():
     for name in timed:
         assert 0 < figures[f"{name}_p10"] <= figures[f"{name}_p50"] <= figures[f"{name}_p90"]
     assert said[0] == "filling pools of 300 and 600 blocks"
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+async def test_directory_gives_every_figure():
+    said: list[str] = []
+    figures = await directory_bench.measure(
+        said.append, num_blocks=2000, num_workers=4, num_events=8192, num_churn_requests=100
+    )
+    applied = [
+        f"apply_{what}{number}" for what in ("events_per_s", "loop_delay_ms_p99") for number in ("", "_8_publishers")
+    ]
+    matched = ["128_us_p50", "128_us_p99", "128_shared_us_p50", "6250_us_p50"]
+    assert set(figures) == {
+        *("seed", "ping_us_p50", "read_through_128_us_p50", "forget_worker_max_stall_ms"),
+        *applied,
+        *(f"mirror_match_{what}" for what in matched),
+        *("mirror_load_1m_s", "mirror_load_55k_s", "bytes_per_entry_store", "bytes_per_entry_mirror"),
+        *("churn_keys_left", "churn_store_growth_bytes", "churn_mirror_growth_bytes"),
+    }
+    assert (figures["seed"], figures["churn_keys_left"]) == (0, 0)
+    assert all(figures[name] > 0 for name in figures if name.endswith(("_per_s", "_p50", "_p99", "_s")))
+    assert said[0] == "one caller asks the store"
 
 
 @pytest.fixture
@@ -61,7 +85,7 @@ def test_an_unknown_benchmark_is_refused_with_the_names_of_those_that_are(capsys
     with pytest.raises(SystemExit) as ended:
         main(["bench", "nothing"])
     assert ended.value.code == 2
-    assert "argument NAME: invalid choice: 'nothing' (choose from 'blocks')" in capsys.readouterr().err
+    assert "argument NAME: invalid choice: 'nothing' (choose from 'blocks', 'directory')" in capsys.readouterr().err
 
 
 @pytest.mark.vllm

@@ -381,7 +381,7 @@ def test_outage_costs_two_log_lines_and_no_change(caplog: pytest.LogCaptureFixtu
         run_virtual(scenario())
     assert [record.getMessage() for record in caplog.records] == [
         "worker w1 cannot publish, its changes are kept: apply: down",
-        "worker w1 publishes again after 60.5 s",
+        "worker w1 publishes again after 61.0 s",
     ]
 
 

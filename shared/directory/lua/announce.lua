@@ -5,6 +5,9 @@
 -- ARGV[2] lease in milliseconds
 -- Returns OK.
 
+if redis.call('TYPE', KEYS[1]).ok ~= 'set' then
+  redis.call('UNLINK', KEYS[1])
+end
 redis.call('SADD', KEYS[1], ARGV[1])
 if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[2]) then
   redis.call('PEXPIRE', KEYS[1], ARGV[2])

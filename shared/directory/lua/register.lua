@@ -11,6 +11,9 @@
 -- ARGV[5] entries that the event stream keeps, about
 -- Returns OK or TAKEN.
 
+if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then
+  redis.call('UNLINK', KEYS[1])
+end
 local holder = redis.call('HGET', KEYS[1], 'instance')
 if holder and holder ~= ARGV[1] then
   return 'TAKEN'
