@@ -108,6 +108,12 @@ class Publisher:
         return self._resident
 
     @property
+    def num_pending(self) -> int:
+        """Changes that the store is not known to have; what a planned snapshot will bring is not counted."""
+        batch = self._batch
+        return len(self._pending) + (len(batch.stored) + len(batch.removed) if batch is not None else 0)
+
+    @property
     def epoch(self) -> Epoch:
         return self._epoch
 
@@ -152,6 +158,12 @@ class Publisher:
     def set_draining(self, is_draining: bool) -> None:
         """Tell routers, from now on and over any restart of the store, whether the worker takes new requests."""
         self._is_draining = is_draining
+        self._wake.set()
+
+    def replace(self, resident: Set[BlockKey], cause: str) -> None:
+        """Take the engine's own account of what it holds in place of all that was told, and publish it. Modifies."""
+        self._resident = set(resident)
+        self._plan_snapshot(cause)
         self._wake.set()
 
     def on_blocks(self, change: BlockChange) -> None:
