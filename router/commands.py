@@ -19,6 +19,7 @@ from router.bench import figures_json, figures_text, run_benchmark
 from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
 from router.status import deployment_state
+from router.tables import or_dash
 from router.tokenizer import Tokenizer
 from shared.config import Settings
 from shared.errors import ConfigError, NoWorker
@@ -312,15 +313,11 @@ def _status_text(state: Mapping[str, Any]) -> str:
         f"{'pinned':>9}  engine"
     )
     for worker in state["workers"]:
-        pinned = f"{_or_dash(worker['num_pinned_blocks'])}/{_or_dash(worker['pin_budget_blocks'])}"
-        used = f"{_or_dash(worker['kv_used_blocks'])}/{_or_dash(worker['kv_total_blocks'])}"
+        pinned = f"{or_dash(worker['num_pinned_blocks'])}/{or_dash(worker['pin_budget_blocks'])}"
+        used = f"{or_dash(worker['kv_used_blocks'])}/{or_dash(worker['kv_total_blocks'])}"
         lines.append(
-            f"{worker['worker']:<12} {worker['state']:<12} {_or_dash(worker['num_running']):>7} "
-            f"{_or_dash(worker['num_waiting']):>7} {used:>12} {_or_dash(worker['num_resident_blocks']):>7} "
+            f"{worker['worker']:<12} {worker['state']:<12} {or_dash(worker['num_running']):>7} "
+            f"{or_dash(worker['num_waiting']):>7} {used:>12} {or_dash(worker['num_resident_blocks']):>7} "
             f"{pinned:>9}  {worker['engine'] or '-'}"
         )
     return "\n".join(lines)
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)
