@@ -28,7 +28,7 @@ class MirrorCopy(Protocol):
         """Return once every worker is in the mirror."""
         ...
 
-    def held(self, worker: WorkerId) -> Set[BlockKey] | None:
+    def mirrored(self, worker: WorkerId) -> Set[BlockKey] | None:
         """What the mirror has of one worker; `None` for a worker that it does not match."""
         ...
 
@@ -246,7 +246,7 @@ class Doctor:
             if inspected is None:
                 return WorkerFindings(worker, "silent", error, parity=self._parity_of(record.info))
             store = await self._directory.resident(worker)
-            mirror = self._mirror.held(worker) if self._mirror is not None else None
+            mirror = self._mirror.mirrored(worker) if self._mirror is not None else None
             comparison.add(inspected.keys, store, mirror)
             found = self._describe(worker, record, inspected)
             found.num_in_store = len(store)

@@ -290,7 +290,7 @@ async def _enter_router(
 
     router = Router(
         router_id,
-        await _connect_directory(redis_url, settings),
+        await _connect_directory(redis_url, settings, reader=router_id),
         connect,
         make_policy(settings.policy),
         scheme=scheme,
@@ -318,9 +318,12 @@ async def _check_given_store(settings: Settings) -> None:
         await directory.close()
 
 
-async def _connect_directory(redis_url: str, settings: Settings) -> Directory:
+async def _connect_directory(redis_url: str, settings: Settings, *, reader: str = "") -> Directory:
+    """The deployment's directory, mirrored for `reader`; read through where none is named."""
     try:
-        return await connect_directory(redis_url, _scheme(settings), match_deadline_s=settings.redis_deadline_s)
+        return await connect_directory(
+            redis_url, _scheme(settings), match_deadline_s=settings.redis_deadline_s, reader=reader
+        )
     except DirectoryUnavailable as error:
         raise ConfigError(f"--redis-url: {error}") from None
 

@@ -17,6 +17,7 @@ from router.policies.base import Policy
 from router.queue import HoldQueue, Placement
 from router.requests import Generated, GenerateRequest, RequestTrace
 from shared.directory.base import Directory, Match
+from shared.directory.mirrored import MirroredDirectory
 from shared.errors import DirectoryUnavailable, EngineError, Overloaded, WorkerLost
 from shared.hashing import block_keys, root_key
 from shared.telemetry import Metrics
@@ -184,12 +185,16 @@ class Router:
     async def _match(self, keys: Sequence[BlockKey]) -> Mapping[WorkerId, Match]:
         """What the directory knows of a prompt; nothing where it cannot be asked, since routing must go on.
 
-        The outage itself is the directory's to tell, once; here each request that missed it is counted.
+        The outage itself is the directory's to tell, once; here each request that met it is counted, those included
+        that a mirror answered from memory.
         """
         if not keys:
             return {}
         try:
-            return await self.directory.match(keys, self.fleet.worker_to_instance)
+            found = await self.directory.match(keys, self.fleet.worker_to_instance)
+            if self.directory.is_resting:
+                self.metrics.note_directory_degraded()
+            return found
         except DirectoryUnavailable:
             self.metrics.note_directory_degraded()
             return {}
@@ -197,4 +202,6 @@ class Router:
     def render_metrics(self) -> bytes:
         """All metrics as of now, as a Prometheus server reads them."""
         self.metrics.note_workers(self.fleet.state_to_count())
+        if isinstance(self.directory, MirroredDirectory):
+            self.metrics.note_mirror(self.directory.num_entries, self.directory.num_batches_behind)
         return self.metrics.render()

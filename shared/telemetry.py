@@ -126,6 +126,16 @@ class Metrics:
         self._directory_degraded = Counter(
             "kvroute_directory_degraded", "Requests routed while the directory did not answer.", registry=registry
         )
+        self._mirror_entries = Gauge(
+            "kvroute_mirror_entries",
+            "Pairs of a worker and a block in this router's mirror of the directory.",
+            registry=registry,
+        )
+        self._mirror_batches_behind = Gauge(
+            "kvroute_mirror_batches_behind",
+            "Batches of events that the store had and the mirror had not when leases were last read.",
+            registry=registry,
+        )
         self._failovers = Counter(
             "kvroute_failovers", "Attempts that a worker failed, by how far they were.", ["stage"], registry=registry
         )
@@ -150,6 +160,11 @@ class Metrics:
     def note_directory_degraded(self) -> None:
         """Count one request that was routed without the directory."""
         self._directory_degraded.inc()
+
+    def note_mirror(self, num_entries: int, num_batches_behind: int) -> None:
+        """Set how large the mirror of the directory is, and how late."""
+        self._mirror_entries.set(num_entries)
+        self._mirror_batches_behind.set(num_batches_behind)
 
     def note_workers(self, state_to_count: Mapping[str, int]) -> None:
         """Set how many workers are in each state; states that are left out have none."""

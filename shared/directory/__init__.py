@@ -23,11 +23,15 @@ async def connect_directory(
     match_deadline_s: float = 0.02,
     publish_deadline_s: float = 2.0,
     must_answer: bool = True,
+    reader: str = "",
 ) -> Directory:
     """The directory at `url`: `memory://`, `redis://`, `rediss://` or `unix:///path`.
 
     `memory://` is a new, empty directory on the clock of the running loop, for this process alone. Raises `ConfigError`
     for a malformed URL or a server that is too old, `DirectoryUnavailable` if none answers and `must_answer`.
+
+    With `reader`, a name that no other reader has, matches are given from a mirror that follows the store from now on:
+    for routers, which match all the time. Tools that match once do without.
     """
     # Imported only when asked for: a router or tool on one kind needs nothing of the other.
     if _is_memory(url):
@@ -46,7 +50,13 @@ async def connect_directory(
     except BaseException:
         await directory.close()
         raise
-    return directory
+    if not reader:
+        return directory
+    from shared.directory.mirrored import MirroredDirectory
+
+    mirrored = MirroredDirectory(directory, directory.feed(reader), directory.breaker, prompt_s=match_deadline_s)
+    mirrored.start()
+    return mirrored
 
 
 def open_pin_board(url: str, scheme: CacheScheme) -> PinBoard:

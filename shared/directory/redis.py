@@ -4,7 +4,7 @@
                                          the snapshot in the making)
     kvr:{<ns>:<worker>}:blocks   set     resident block keys, 16 bytes each
     kvr:{<ns>:<worker>}:staged   set     the snapshot in the making
-    kvr:{<ns>:<worker>}:events   stream  applied batches, capped: epoch, seq, holder (rank:tier:group), stored, removed;
+    kvr:{<ns>:<worker>}:events   stream  batches applied of late: epoch, seq, holder (rank:tier:group), stored, removed;
                                          an entry of seq 0 tells that everything before it is void
     kvr:{<ns>}:workers           set     ids announced and not yet reaped
 
@@ -34,6 +34,7 @@ from shared.directory.base import (
 )
 from shared.directory.breaker import Breaker
 from shared.directory.connection import StoreConnection
+from shared.directory.redis_feed import RedisFeed
 from shared.errors import DirectoryUnavailable, ProtocolError
 from shared.hashing import KEY_SIZE_BYTES
 from shared.messages import decode_record, encode_record
@@ -87,6 +88,23 @@ class RedisDirectory:
     @property
     def num_breaker_openings(self) -> int:
         return self._breaker.num_openings
+
+    @property
+    def breaker(self) -> Breaker:
+        """For another reader of the same store: one outage is one alarm."""
+        return self._breaker
+
+    def feed(self, reader: str, *, deadline_s: float = 1.0, canary_s: float = 60.0) -> RedisFeed:
+        """What a mirror reads, over this directory's connections. `reader` names its canary in the store."""
+        return RedisFeed(
+            self._client,
+            self._connection.call,
+            self._keys,
+            namespace=self._scheme.namespace,
+            reader=reader,
+            deadline_s=min(deadline_s, self._publish_deadline_s),
+            canary_s=canary_s,
+        )
 
     async def connect(self) -> None:
         """Connect and check the server's version, as the first call does otherwise.

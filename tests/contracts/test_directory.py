@@ -1,4 +1,4 @@
-"""What every directory promises: one suite over the memory directory and a real server."""
+"""What every directory promises: one suite over the memory directory, a real server, and a mirror of that server."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.support.stores import (
     key,
     keys,
     memory_bench,
+    mirrored_bench,
     redis_bench,
     worker_info,
 )
@@ -32,9 +33,19 @@ E1, E2, E3 = epoch(1), epoch(2), epoch(3)
 W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(
+    params=[
+        "memory",
+        pytest.param("redis", marks=pytest.mark.redis),
+        pytest.param("mirrored", marks=pytest.mark.redis),
+    ]
+)
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    opened = memory_bench() if request.param == "memory" else redis_bench(request.getfixturevalue("embedded_store"))
+    if request.param == "memory":
+        opened = memory_bench()
+    else:
+        open_bench = redis_bench if request.param == "redis" else mirrored_bench
+        opened = open_bench(request.getfixturevalue("embedded_store"))
     async with opened as found:
         yield found
 

@@ -6,19 +6,23 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from router.policies import make_policy
 from router.requests import GenerateRequest, RequestTrace
 from router.service import Router
 from shared.directory.base import Directory, WorkerRecord
+from shared.directory.breaker import Breaker
 from shared.directory.memory import MemoryDirectory
+from shared.directory.mirrored import MirroredDirectory
 from shared.hashing import pack_tokens, parity_key
 from shared.telemetry import Metrics
 from shared.transport.base import Channel, OnChange, WorkerClient
 from shared.transport.client import ChannelClient
 from shared.types import CacheScheme, Instance, RequestId, RouterId, Sampling, WorkerId, WorkerInfo
 from tests.support.fakes import FakeEngine
+from tests.support.memory_store import MemoryFeed, MemoryStore
 from worker.host import WorkerHost
 from worker.publisher import Publisher
 
@@ -46,6 +50,8 @@ class Rack:
     worker_to_slot: dict[WorkerId, Slot] = field(default_factory=dict)
     num_started: int = 0
     num_routers: int = 0
+    mirrors: list[MirroredDirectory] = field(default_factory=list)
+    """Those of the routers that are open."""
 
     async def start_worker(self, name: str, *, parity: bytes = PARITY_KEY) -> Slot:
         """Start a worker, or another life of it."""
@@ -95,6 +101,12 @@ class Rack:
         self.num_routers += 1
         router_id = RouterId(f"router-{self.num_routers}")
         rng = random.Random(5)
+        directory = self.directory
+        if isinstance(directory, MemoryStore):
+            feed = MemoryFeed(directory, rng=random.Random(len(self.mirrors)), longest_delay_s=0.002)
+            directory = MirroredDirectory(directory, feed, Breaker(0.5))
+            directory.start()
+            self.mirrors.append(directory)
 
         def connect(record: WorkerRecord, on_change: OnChange) -> WorkerClient:
             async def open_channel() -> Channel:
@@ -115,7 +127,7 @@ class Rack:
 
         router = Router(
             router_id,
-            self.directory,
+            directory,
             connect,
             make_policy(policy),
             scheme=SCHEME,
@@ -126,6 +138,8 @@ class Rack:
         )
         async with router:
             yield router
+            if isinstance(directory, MirroredDirectory):
+                self.mirrors.remove(directory)
             await self.settle()
             async with asyncio.timeout(5.0):
                 while any(load.num_requests for load in router.fleet.loads()):
@@ -133,13 +147,15 @@ class Rack:
             assert_no_leftovers(router)
 
     async def settle(self) -> None:
-        """Wait until every engine is idle and every publisher has told all."""
+        """Wait until every engine is idle, every publisher has told all, and every mirror has heard it."""
         async with asyncio.timeout(30.0):
             while not all(
                 slot.engine.num_live == 0 and slot.host.num_requests == 0 and slot.publisher.is_quiet
                 for slot in self.worker_to_slot.values()
             ):
                 await asyncio.sleep(0.01)
+            for mirror in self.mirrors:
+                await mirror.caught_up()
 
     async def close(self) -> None:
         """Stop all workers."""
@@ -149,7 +165,7 @@ class Rack:
 
 @contextlib.asynccontextmanager
 async def rack(num_workers: int, directory: Directory | None = None, **engine: object) -> AsyncIterator[Rack]:
-    """A rack of `num_workers` fake engines with the given properties."""
+    """A rack of `num_workers` fake engines with the given properties. Over a `MemoryStore` its routers have mirrors."""
 
     def make_engine(**wiring: object) -> FakeEngine:
         return FakeEngine(**{**engine, **wiring})
@@ -161,6 +177,11 @@ async def rack(num_workers: int, directory: Directory | None = None, **engine: o
         yield built
     finally:
         await built.close()
+
+
+def mirrored_rack(num_workers: int, **engine: object) -> AbstractAsyncContextManager[Rack]:
+    """A rack whose routers match from mirrors, as they do by default."""
+    return rack(num_workers, MemoryStore(SCHEME, asyncio.get_running_loop().time), **engine)
 
 
 def assert_no_leftovers(router: Router) -> None:

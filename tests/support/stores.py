@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from shared.directory.base import Directory, Reply
+from shared.directory.base import Directory, Match, Reply
 from shared.directory.embedded import EmbeddedStore, find_server
 from shared.directory.memory import MemoryDirectory
+from shared.directory.mirrored import MirroredDirectory
 from shared.directory.pin_board import FOLLOWED_S, MemoryPinBoard, PinBoard, PinSpec, Revision
 from shared.directory.redis import RedisDirectory
 from shared.directory.redis_pin_board import RedisPinBoard
@@ -105,8 +106,20 @@ class Bench:
                     await asyncio.sleep(0.002)
 
     async def stored_keys(self) -> list[str]:
-        """Names of all keys in the store; the memory directory has none."""
-        return [] if self.client is None else sorted([raw.decode() async for raw in self.client.scan_iter()])
+        """Names of all keys in the store but readers' canaries; the memory directory has none."""
+        if self.client is None:
+            return []
+        names = [raw.decode() async for raw in self.client.scan_iter()]
+        return sorted(name for name in names if ":canary:" not in name)
+
+
+class LevelDirectory(MirroredDirectory):
+    """Matches once its mirror stands where the store does, so that a test sees what it has just written."""
+
+    async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
+        async with asyncio.timeout(20.0):
+            await self.caught_up()
+        return await super().match(keys, workers)
 
 
 @asynccontextmanager
@@ -118,16 +131,43 @@ async def memory_bench() -> AsyncIterator[Bench]:
 @asynccontextmanager
 async def redis_bench(store: EmbeddedStore) -> AsyncIterator[Bench]:
     """A directory on the server, which is emptied first."""
-    opened = [RedisDirectory(store.url, SCHEME, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S)]
+    async with _store_bench(store, lambda directory: directory) as bench:
+        yield bench
+
+
+@asynccontextmanager
+async def mirrored_bench(store: EmbeddedStore) -> AsyncIterator[Bench]:
+    """The same, matched from mirrors."""
+    async with _store_bench(store, mirrored) as bench:
+        yield bench
+
+
+def mirrored(directory: RedisDirectory) -> MirroredDirectory:
+    """A mirror over `directory` that follows closely."""
+    opened = LevelDirectory(
+        directory,
+        directory.feed(f"reader-{id(directory)}", deadline_s=PATIENT_S),
+        directory.breaker,
+        refresh_s=0.05,
+        wait_s=0.01,
+    )
+    opened.start()
+    return opened
+
+
+@asynccontextmanager
+async def _store_bench(store: EmbeddedStore, wrap: Callable[[RedisDirectory], Directory]) -> AsyncIterator[Bench]:
+    opened: list[Directory] = []
 
     def connect(scheme: CacheScheme) -> Directory:
-        opened.append(RedisDirectory(store.url, scheme, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S))
+        directory = RedisDirectory(store.url, scheme, match_deadline_s=PATIENT_S, publish_deadline_s=PATIENT_S)
+        opened.append(wrap(directory))
         return opened[-1]
 
     client = Redis.from_url(store.url)
     await client.flushall()
     try:
-        yield Bench(opened[0], connect, None, client)
+        yield Bench(connect(SCHEME), connect, None, client)
     finally:
         await client.aclose()
         for directory in opened:

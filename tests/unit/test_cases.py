@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from shared.errors import ConfigError, ContextTooLong, EngineError, KvrouteError
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, WorkerId
 from tests.support.fakes import fake_tokens
-from tests.support.rack import SCHEME, Rack, Slot, ask, prompt, rack
+from tests.support.rack import SCHEME, Rack, Slot, ask, mirrored_rack, prompt, rack
 from tests.support.tokenizers import write_model_folder
 from tests.support.vtime import run_virtual
 from worker.engines.base import BlockChange
@@ -23,6 +25,11 @@ from worker.engines.base import BlockChange
 W0, W1, W2, W3 = (WorkerId(f"w{index}") for index in range(4))
 REAL = {"token_s": 0.01, "decode_s_per_seq": 0.0005, "prefill_s_per_token": 0.0002, "is_contended": True}
 """An engine whose prefills take turns and whose steps grow with what runs, as real ones do."""
+
+
+OpenRack = Callable[..., AbstractAsyncContextManager[Rack]]
+over_both = pytest.mark.parametrize("rack", [rack, mirrored_rack], ids=["memory", "mirrored"])
+"""Routers that ask the directory itself, and routers that match from a mirror of it."""
 
 
 def keys_of(token_ids: list[int]) -> list[BlockKey]:
@@ -49,10 +56,11 @@ async def ask_all(
     return await asyncio.gather(*asking)
 
 
+@over_both
 class TestAllCleared:
     """G1."""
 
-    def test_worker_that_cleared_its_cache_is_not_credited_and_still_routed_to(self) -> None:
+    def test_worker_that_cleared_its_cache_is_not_credited_and_still_routed_to(self, rack: OpenRack) -> None:
         async def scenario() -> None:
             async with rack(2, **REAL) as workers, workers.router() as router:
                 await warm(workers, W0, W1, token_ids=prompt(1, 160, 0))
@@ -68,7 +76,7 @@ class TestAllCleared:
 
         run_virtual(scenario())
 
-    def test_lookups_do_not_stall_while_a_worker_clears(self) -> None:
+    def test_lookups_do_not_stall_while_a_worker_clears(self, rack: OpenRack) -> None:
         async def scenario() -> None:
             async with rack(2, **REAL) as workers, workers.router() as router:
                 await warm(workers, W1, token_ids=prompt(1, 160, 0))
@@ -81,10 +89,11 @@ class TestAllCleared:
         run_virtual(scenario())
 
 
+@over_both
 class TestLongestHolder:
     """G2."""
 
-    def test_longest_live_holder_gets_the_request(self) -> None:
+    def test_longest_live_holder_gets_the_request(self, rack: OpenRack) -> None:
         async def scenario() -> None:
             async with rack(4, **REAL) as workers:
                 whole = prompt(1, 160, 0, num_tail_tokens=1)
@@ -97,7 +106,7 @@ class TestLongestHolder:
 
         run_virtual(scenario())
 
-    def test_listed_holder_that_cannot_be_reached_is_no_error(self) -> None:
+    def test_listed_holder_that_cannot_be_reached_is_no_error(self, rack: OpenRack) -> None:
         async def scenario() -> None:
             async with rack(3, **REAL) as workers:
                 whole = prompt(1, 160, 0, num_tail_tokens=1)
@@ -112,7 +121,7 @@ class TestLongestHolder:
         run_virtual(scenario())
 
     @pytest.mark.parametrize("num_held_blocks", [1, 5, 9, 10])
-    def test_one_more_block_decides_between_equals(self, num_held_blocks: int) -> None:
+    def test_one_more_block_decides_between_equals(self, rack: OpenRack, num_held_blocks: int) -> None:
         async def scenario() -> None:
             async with rack(3, **REAL) as workers, workers.router() as router:
                 whole = prompt(1, 176, 0, num_tail_tokens=1)
@@ -124,11 +133,12 @@ class TestLongestHolder:
         run_virtual(scenario())
 
 
+@over_both
 class TestOtherBlockSize:
     """G3."""
 
     def test_worker_of_another_block_size_is_named_and_used_without_its_cache(
-        self, caplog: pytest.LogCaptureFixture
+        self, rack: OpenRack, caplog: pytest.LogCaptureFixture
     ) -> None:
         async def scenario() -> None:
             async with rack(1, **REAL) as workers:
@@ -464,10 +474,11 @@ class TestChatKeys:
             Tokenizer(tmp_path)
 
 
+@over_both
 class TestUnknownRemovals:
     """G9."""
 
-    def test_removals_of_unknown_blocks_change_nothing_else_and_hold_nobody_up(self) -> None:
+    def test_removals_of_unknown_blocks_change_nothing_else_and_hold_nobody_up(self, rack: OpenRack) -> None:
         async def scenario() -> None:
             async with rack(2, **REAL) as workers, workers.router() as router:
                 whole = prompt(1, 64, 0, num_tail_tokens=1)
@@ -489,10 +500,11 @@ class TestUnknownRemovals:
         run_virtual(scenario())
 
 
+@over_both
 class TestNewReplica:
     """G10."""
 
-    def test_router_that_starts_beside_a_warm_one_is_right_from_its_first_request(self) -> None:
+    def test_router_that_starts_beside_a_warm_one_is_right_from_its_first_request(self, rack: OpenRack) -> None:
         async def scenario() -> None:
             async with rack(3, **REAL) as workers, workers.router() as warm_router:
                 _, trace = await ask(warm_router, "p", prompt(1, 320, 0))
@@ -506,7 +518,7 @@ class TestNewReplica:
 
         run_virtual(scenario())
 
-    def test_replicas_choose_alike_for_the_same_state(self) -> None:
+    def test_replicas_choose_alike_for_the_same_state(self, rack: OpenRack) -> None:
         async def scenario() -> None:
             async with rack(4, **REAL) as workers, workers.router() as one, workers.router() as other:
                 for index in range(12):
@@ -530,7 +542,7 @@ class TestNewReplica:
 
         run_virtual(scenario())
 
-    def test_stopping_one_router_loses_nothing_of_the_other(self) -> None:
+    def test_stopping_one_router_loses_nothing_of_the_other(self, rack: OpenRack) -> None:
         async def scenario() -> None:
             async with rack(3, **REAL) as workers, workers.router() as staying:
                 async with workers.router() as leaving:

@@ -13,11 +13,13 @@ import pytest
 from router.requests import GenerateRequest, RequestTrace
 from router.service import Router
 from shared.directory.memory import MemoryDirectory
+from shared.directory.mirrored import MirroredDirectory
 from shared.errors import DirectoryUnavailable, EngineError, InvalidRequest, NoWorker, Overloaded, WorkerLost
 from shared.hashing import pack_tokens
 from shared.types import RequestId, Sampling, WorkerId
 from tests.support.fakes import fake_tokens
-from tests.support.rack import SCHEME, Rack, Slot, ask, assert_no_leftovers, prompt, rack
+from tests.support.memory_store import MemoryFeed
+from tests.support.rack import SCHEME, Rack, Slot, ask, assert_no_leftovers, mirrored_rack, prompt, rack
 from tests.support.vtime import run_virtual
 
 SLOW = {"token_s": 0.005, "prefill_s_per_token": 0.001}
@@ -248,6 +250,26 @@ def test_without_the_directory_requests_are_still_answered_and_hints_still_work(
             metrics = router.render_metrics().decode()
             assert "kvroute_directory_degraded_total 4.0" in metrics
             assert 'kvroute_workers{state="ready"} 3.0' in metrics
+
+    run_virtual(scenario())
+
+
+def test_requests_of_an_outage_are_routed_by_the_mirror_and_counted() -> None:
+    async def scenario() -> None:
+        async with mirrored_rack(3, **SLOW) as workers, workers.router() as router:
+            assert isinstance(router.directory, MirroredDirectory)
+            _, warm = await ask(router, "warm", prompt(1, 320, tail=0))
+            await asyncio.sleep(10.0)  # what was promised is no hint any more
+            feed = router.directory._feed
+            assert isinstance(feed, MemoryFeed)
+            feed.is_down = True
+            await asyncio.sleep(60.0)
+            _, trace = await ask(router, "a", prompt(1, 320, tail=1))
+            assert (trace.worker, trace.matched_tokens) == (warm.worker, 320)
+            metrics = router.render_metrics().decode()
+            assert "kvroute_directory_degraded_total 1.0" in metrics
+            assert f"kvroute_mirror_entries {router.directory.num_entries}.0" in metrics
+            assert router.directory.num_entries >= 20
 
     run_virtual(scenario())
 

@@ -86,6 +86,8 @@ def test_metrics_of_answered_failed_and_moved_requests() -> None:
     metrics.note_request("cost", "failed", 50, RequestTrace(received_at_s=1.0))
     metrics.note_failover("stream")
     metrics.note_directory_degraded()
+    metrics.note_mirror(7, 1)
+    metrics.note_mirror(5, 2)
     metrics.note_workers({"ready": 2, "draining": 1})
     metrics.note_workers({"ready": 3})
     assert samples(metrics) == {
@@ -100,6 +102,8 @@ def test_metrics_of_answered_failed_and_moved_requests() -> None:
         "kvroute_cached_tokens_total": 48,
         "kvroute_prediction_error_tokens_count": 1,
         "kvroute_directory_degraded_total": 1,
+        "kvroute_mirror_entries": 5,
+        "kvroute_mirror_batches_behind": 2,
         'kvroute_failovers_total{stage="stream"}': 1,
         'kvroute_workers{state="ready"}': 3,
     }

@@ -1,4 +1,4 @@
--- Extend a worker's lease, and with it the life of everything that the worker owns.
+-- Extend a worker's lease, and with it the life of everything that the worker owns; drop events that mirrors have read.
 --
 -- KEYS[1] meta    hash
 -- KEYS[2] blocks  set
@@ -9,6 +9,8 @@
 -- ARGV[3] lease in milliseconds
 -- Returns OK; GAP when another batch was the last one (the lease is extended all the same); STALE; UNKNOWN.
 
+local KEEP_EVENTS_MS = 10000  -- a mirror that is later than this loads the worker again
+
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'seq')
 if not meta[1] then
   return 'UNKNOWN'
@@ -17,10 +19,12 @@ if meta[1] ~= ARGV[1] then
   return 'STALE'
 end
 local now = redis.call('TIME')
-local expires_at_ms = now[1] * 1000 + math.floor(now[2] / 1000) + ARGV[3]
+local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 for _, key in ipairs(KEYS) do
-  redis.call('PEXPIREAT', key, expires_at_ms)
+  redis.call('PEXPIREAT', key, now_ms + ARGV[3])
 end
+-- Else a worker at rest would keep the events of its last busy time. A value of a wrong type is for others to find.
+redis.pcall('XTRIM', KEYS[3], 'MINID', now_ms - KEEP_EVENTS_MS)
 if tonumber(meta[2]) ~= tonumber(ARGV[2]) then
   return 'GAP'
 end

@@ -1,0 +1,273 @@
+"""Loads workers from a store into a mirror and follows their event streams. Decides nothing about leases."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from shared.directory.feed import Entry, EntryId, Feed, Lease
+from shared.directory.mirror import Copy, Mirror
+from shared.errors import DirectoryUnavailable
+from shared.types import BlockKey, Epoch, WorkerId
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_WAIT_S = 0.25
+"""Longest wait of one read while nothing is published; a worker loaded meanwhile is shown only after it."""
+_WAIT_WHILE_LOADING_S = 0.02
+_PAUSE_S = 0.1
+"""Between reads that the store does not answer."""
+_READS_TO_BE_SURE = 3
+"""Reads after which every stream has been read once from beginning to end: one was under way, one was of newcomers."""
+_MAX_LOADS_AT_ONCE = 4
+_MAX_KEYS_PER_WORKER = 1 << 22
+"""Far more than any pool of blocks; a set that holds more is not ours."""
+_KEYS_PER_TURN = 512
+"""Changes of the mirror after which the loop's other tasks have a turn: under a millisecond, mostly."""
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    """One worker's copy and how far it has come."""
+
+    copy: Copy
+    epoch: Epoch
+    seq: int
+    entry: EntryId
+    shown_from_seq: int
+    """Where the store stood when the scan ended: from there on the copy is as good as the store."""
+    is_shown: bool = False
+    behind: tuple[EntryId, int] | None = None
+    """Where the copy was, and after how many reads, when the store was last seen to be further."""
+
+
+class Follower:
+    """Owns the loads under way and the place in each stream.
+
+    A load notes the end of the stream, scans the set and then follows the stream from there: each event sets or unsets
+    one key, so any interleaving of scan and events ends right. Whatever does not fit (a gap, a trimmed stream, another
+    epoch, an entry that is malformed) has that one worker loaded again. Counters only grow.
+    """
+
+    def __init__(self, feed: Feed, mirror: Mirror, *, wait_s: float = DEFAULT_WAIT_S) -> None:
+        self._feed = feed
+        self._mirror = mirror
+        self._wait_s = wait_s
+        self._worker_to_followed: dict[WorkerId, _Followed] = {}
+        self._worker_to_load: dict[WorkerId, asyncio.Task[None]] = {}
+        self._load_permits = asyncio.Semaphore(_MAX_LOADS_AT_ONCE)
+        self._has_followed = asyncio.Event()
+        self._has_dropped = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_reads = 0
+        self._num_keys_this_turn = 0
+        self.moved = asyncio.Event()
+        """Set whenever a worker has come further; cleared by whoever waits for it."""
+        self.num_loads = 0
+        self.num_keys_applied = 0
+
+    def start(self) -> None:
+        """Follow from now on."""
+        self._tasks = [
+            asyncio.create_task(self._follow(), name="mirror-follow"),
+            asyncio.create_task(self._clean(), name="mirror-clean"),
+        ]
+
+    async def close(self) -> None:
+        """Stop. What the mirror holds stays."""
+        tasks = [*self._tasks, *self._worker_to_load.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def forget(self, worker: WorkerId) -> None:
+        """Drop a worker at once. Modifies; one that is not there is no error."""
+        load = self._worker_to_load.pop(worker, None)
+        if load is not None:
+            load.cancel()
+        followed = self._worker_to_followed.pop(worker, None)
+        if followed is not None:
+            self._drop(followed.copy)
+        if not self._worker_to_followed:
+            self._has_followed.clear()
+        self.moved.set()
+
+    def num_batches_behind(self, worker: WorkerId, lease: Lease) -> int:
+        """How far the worker's copy is behind a store that showed `lease`; 0 for one that is not followed."""
+        followed = self._worker_to_followed.get(worker)
+        return max(0, lease.seq - followed.seq) if followed is not None and followed.epoch == lease.epoch else 0
+
+    def is_level(self, worker: WorkerId, lease: Lease) -> bool:
+        """Whether the worker is shown and has come as far as `lease` tells."""
+        followed = self._worker_to_followed.get(worker)
+        return (
+            followed is not None and followed.is_shown and followed.epoch == lease.epoch and followed.seq >= lease.seq
+        )
+
+    def see(self, worker: WorkerId, lease: Lease) -> None:
+        """Hold what the store tells of a worker against its copy: load it if it is new or has gone astray. Modifies."""
+        followed = self._worker_to_followed.get(worker)
+        if followed is None:
+            if worker not in self._worker_to_load:
+                self._load(worker)
+        elif self._has_gone_astray(followed, lease):
+            logger.info("the mirror's copy of worker %s is behind its stream and is loaded again", worker)
+            self._reload(worker)
+
+    def _has_gone_astray(self, followed: _Followed, lease: Lease) -> bool:
+        """Whether the stream will never lead the copy to where the store is.
+
+        Entries may have been trimmed before they were read, or been added where nobody reads any more, by a store whose
+        clock went back. A copy that is merely late goes on with each read, so what counts is standing still behind the
+        store through whole reads. One that is *before* the store is right: the publisher will mend the store.
+        """
+        if lease.epoch == followed.epoch and lease.seq <= followed.seq:
+            followed.behind = None
+            return False
+        if followed.behind is not None and followed.behind[0] == followed.entry:
+            return self._num_reads >= followed.behind[1] + _READS_TO_BE_SURE
+        followed.behind = followed.entry, self._num_reads
+        return False
+
+    # Loading.
+
+    def _reload(self, worker: WorkerId) -> None:
+        self.forget(worker)
+        self._load(worker)
+
+    def _load(self, worker: WorkerId) -> None:
+        self._worker_to_load[worker] = asyncio.create_task(self._run_load(worker), name=f"mirror-load-{worker}")
+
+    async def _run_load(self, worker: WorkerId) -> None:
+        """Load until it succeeds or there is nothing to load. Whoever looks at the leases next tries again."""
+        try:
+            async with self._load_permits:
+                while not await self._try_load(worker):
+                    pass
+        except DirectoryUnavailable as error:
+            logger.debug("worker %s is not loaded: %s", worker, error)
+        except Exception:
+            logger.exception("loading worker %s failed", worker)
+        finally:
+            if self._worker_to_load.get(worker) is asyncio.current_task():
+                del self._worker_to_load[worker]
+
+    async def _try_load(self, worker: WorkerId) -> bool:
+        """One pass over the set; false if the worker took a new epoch meanwhile."""
+        begin = await self._feed.position(worker)
+        if begin is None:
+            return True
+        copy = self._mirror.begin(worker, begin.lease.instance)
+        is_loaded = False
+        try:
+            num_keys = 0
+            async with aclosing(self._feed.scan(worker)) as pieces:
+                async for keys in pieces:
+                    num_keys += len(keys)
+                    if num_keys > _MAX_KEYS_PER_WORKER:
+                        logger.error("worker %s claims over %s blocks: not mirrored", worker, _MAX_KEYS_PER_WORKER)
+                        return True
+                    await self._apply(copy, stored=tuple(keys))
+            end = await self._feed.position(worker)
+            if end is None or end.lease.epoch != begin.lease.epoch:
+                return end is None
+            is_loaded = True
+        finally:
+            if not is_loaded:
+                self._drop(copy)
+        self.num_loads += 1
+        self._worker_to_followed[worker] = _Followed(
+            copy, begin.lease.epoch, begin.lease.seq, begin.last_entry, shown_from_seq=end.lease.seq
+        )
+        self._has_followed.set()
+        return True
+
+    # Following.
+
+    async def _follow(self) -> None:
+        while True:
+            await self._has_followed.wait()
+            try:
+                fresh = self._select(is_shown=False)
+                if fresh:
+                    await self._read(fresh, 0.0)
+                shown = self._select(is_shown=True)
+                if shown:
+                    is_waiting = self._worker_to_load or len(shown) < len(self._worker_to_followed)
+                    await self._read(shown, min(self._wait_s, _WAIT_WHILE_LOADING_S) if is_waiting else self._wait_s)
+            except DirectoryUnavailable as error:
+                logger.debug("event streams cannot be read: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+            except Exception:
+                # A fault here must not end the following for good.
+                logger.exception("following event streams failed")
+                await asyncio.sleep(_PAUSE_S)
+
+    def _select(self, *, is_shown: bool) -> dict[WorkerId, _Followed]:
+        return {
+            worker: followed for worker, followed in self._worker_to_followed.items() if followed.is_shown == is_shown
+        }
+
+    async def _read(self, asked: Mapping[WorkerId, _Followed], wait_s: float) -> None:
+        """Read once and take in what is new. A worker is shown only once it is among those that are read."""
+        news = await self._feed.read({worker: followed.entry for worker, followed in asked.items()}, wait_s)
+        for worker, entries in news.items():
+            for entry in entries:
+                # Meanwhile it may have been forgotten or loaded again.
+                if self._worker_to_followed.get(worker) is not asked[worker]:
+                    break
+                await self._take(worker, asked[worker], entry)
+        for worker, followed in asked.items():
+            if followed.is_shown or self._worker_to_followed.get(worker) is not followed:
+                continue
+            if followed.seq >= followed.shown_from_seq:
+                followed.is_shown = True
+                self._mirror.show(followed.copy)
+            elif worker not in news:
+                # Its stream does not hold what it held when the scan ended.
+                self._reload(worker)
+        self._num_reads += 1
+        self.moved.set()
+
+    async def _take(self, worker: WorkerId, followed: _Followed, entry: Entry) -> None:
+        batch = entry.batch
+        if batch is None or batch.holder.epoch != followed.epoch or batch.seq != followed.seq + 1:
+            self._reload(worker)
+            return
+        await self._apply(followed.copy, batch.stored, batch.removed)
+        followed.seq, followed.entry = batch.seq, entry.entry
+
+    async def _apply(self, copy: Copy, stored: tuple[BlockKey, ...] = (), removed: tuple[BlockKey, ...] = ()) -> None:
+        """Take changes in, with a turn for others now and then."""
+        for start in range(0, len(stored), _KEYS_PER_TURN):
+            part = stored[start : start + _KEYS_PER_TURN]
+            self._mirror.apply(copy, part)
+            await self._yield_after(len(part))
+        for start in range(0, len(removed), _KEYS_PER_TURN):
+            part = removed[start : start + _KEYS_PER_TURN]
+            self._mirror.apply(copy, (), part)
+            await self._yield_after(len(part))
+        self.num_keys_applied += len(stored) + len(removed)
+
+    async def _yield_after(self, num_keys: int) -> None:
+        self._num_keys_this_turn += num_keys
+        if self._num_keys_this_turn >= _KEYS_PER_TURN:
+            self._num_keys_this_turn = 0
+            await asyncio.sleep(0)
+
+    # Cleaning.
+
+    def _drop(self, copy: Copy) -> None:
+        self._mirror.drop(copy)
+        self._has_dropped.set()
+
+    async def _clean(self) -> None:
+        while True:
+            await self._has_dropped.wait()
+            self._has_dropped.clear()
+            while self._mirror.has_dropped:
+                self._mirror.clean(_KEYS_PER_TURN)
+                await asyncio.sleep(0)

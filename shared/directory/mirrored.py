@@ -1,0 +1,244 @@
+"""The directory as routers read it: matches from a mirror in memory, everything else from the store itself.
+
+Owns what is known of leases, and the judgement about silence: whether workers are gone, or the store is at fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
+from dataclasses import dataclass
+
+from shared.directory.base import Directory, Match, Reply, WorkerRecord
+from shared.directory.breaker import Breaker
+from shared.directory.feed import Feed, Lease
+from shared.directory.follower import DEFAULT_WAIT_S, Follower
+from shared.directory.mirror import Mirror
+from shared.errors import DirectoryUnavailable
+from shared.types import BlockKey, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE_S = 0.002
+"""The store tells leases in milliseconds: a look right at the end of one may still find it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A lease as the store showed it last."""
+
+    lease: Lease
+    expires_at_s: float
+    """By the loop's clock, at the latest: counted from before the store was asked, it is never too late."""
+
+
+class MirroredDirectory:
+    """`Directory` that matches without asking the store, once it has loaded a worker; until then it asks for that one.
+
+    A worker is forgotten when the store shows that its lease is gone. Only where the store itself was at fault since
+    the worker was last seen (this reader's own canary could not be written, or was lost) does the worker get one more
+    lease to come back in, and what is known of it is kept: a store that was frozen or comes back empty must not make
+    routers blind. While the store does not answer nothing is forgotten, since nothing can be known.
+
+    Call `start`, then `close`, which closes the wrapped directory too. `num_stale_matches` counts matches given from
+    memory while the store did not answer, and only grows.
+    """
+
+    def __init__(
+        self,
+        inner: Directory,
+        feed: Feed,
+        breaker: Breaker,
+        *,
+        refresh_s: float = 1.0,
+        prompt_s: float = 0.02,
+        wait_s: float = DEFAULT_WAIT_S,
+    ) -> None:
+        """`breaker` is the one of `inner`. A store that answers within `prompt_s` is well."""
+        self._inner = inner
+        self._feed = feed
+        self._breaker = breaker
+        self._refresh_s = refresh_s
+        self._prompt_s = prompt_s
+        self._mirror = Mirror()
+        self._follower = Follower(feed, self._mirror, wait_s=wait_s)
+        self._worker_to_known: dict[WorkerId, _Known] = {}
+        self._is_store_suspect = False
+        self._excused_until_s = -math.inf
+        self._refreshing = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self.num_stale_matches = 0
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the store does not answer; matches are given from memory then, as far as there is one."""
+        return self._breaker.is_open
+
+    @property
+    def shown(self) -> KeysView[WorkerId]:
+        """Workers that are matched from memory."""
+        return self._mirror.shown
+
+    @property
+    def num_entries(self) -> int:
+        """Pairs of a worker and a block that the mirror holds now."""
+        return self._mirror.num_entries
+
+    @property
+    def num_loads(self) -> int:
+        """Times that a worker was loaded from its set."""
+        return self._follower.num_loads
+
+    @property
+    def num_keys_applied(self) -> int:
+        """Changes taken in, by loading and by following."""
+        return self._follower.num_keys_applied
+
+    @property
+    def num_batches_behind(self) -> int:
+        """Batches of all workers that the mirror has yet to take in to be where the store was when last looked at."""
+        return sum(
+            self._follower.num_batches_behind(worker, known.lease) for worker, known in self._worker_to_known.items()
+        )
+
+    def start(self) -> None:
+        """Load all workers and follow them from now on, in the background."""
+        self._follower.start()
+        self._task = asyncio.create_task(self._keep_fresh(), name="mirror-leases")
+
+    async def caught_up(self) -> None:
+        """Return once every worker is in the mirror, as far as the store stands at some moment after this call.
+
+        Waits as long as it takes; put a deadline around it.
+        """
+        while True:
+            self._follower.moved.clear()
+            with contextlib.suppress(DirectoryUnavailable):
+                leases = await self.refresh()
+                if leases.keys() == self._worker_to_known.keys() and all(
+                    self._follower.is_level(worker, lease) for worker, lease in leases.items()
+                ):
+                    return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._refresh_s):
+                    await self._follower.moved.wait()
+
+    async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
+        """As the protocol says. Asks the store only for workers that are not in the mirror.
+
+        Raises `DirectoryUnavailable` only where the mirror has none of `workers`.
+        """
+        asked = workers if isinstance(workers, Collection) else list(workers)
+        shown = self._mirror.shown
+        missing = [worker for worker in asked if worker not in shown]
+        if self._breaker.is_open:
+            self.num_stale_matches += 1
+        found = self._mirror.match(keys, asked)
+        if missing and keys:
+            try:
+                found.update(await self._inner.match(keys, missing))
+            except DirectoryUnavailable:
+                if len(missing) == len(asked):
+                    raise
+        return found
+
+    async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
+        return await self._inner.register(info, epoch, lease_s)
+
+    async def heartbeat(self, worker: WorkerId, epoch: Epoch, seq: int, lease_s: float) -> Reply:
+        return await self._inner.heartbeat(worker, epoch, seq, lease_s)
+
+    async def apply(self, batch: EventBatch) -> Reply:
+        return await self._inner.apply(batch)
+
+    async def stage(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, keys: Sequence[BlockKey]) -> Reply:
+        return await self._inner.stage(worker, epoch, snapshot, keys)
+
+    async def commit(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, num_keys: int) -> Reply:
+        return await self._inner.commit(worker, epoch, snapshot, num_keys)
+
+    async def set_draining(self, worker: WorkerId, epoch: Epoch, is_draining: bool) -> Reply:
+        return await self._inner.set_draining(worker, epoch, is_draining)
+
+    async def forget(self, worker: WorkerId, instance: Instance) -> Reply:
+        return await self._inner.forget(worker, instance)
+
+    async def workers(self) -> list[WorkerRecord]:
+        return await self._inner.workers()
+
+    async def resident(self, worker: WorkerId) -> set[BlockKey]:
+        return await self._inner.resident(worker)
+
+    def mirrored(self, worker: WorkerId) -> set[BlockKey] | None:
+        """Every key that the mirror has of one worker; `None` if it has none of it. For tools and tests."""
+        return self._mirror.resident(worker)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._follower.close()
+        if not self._breaker.is_open:
+            await self._feed.close()
+        await self._inner.close()
+
+    # Leases.
+
+    async def _keep_fresh(self) -> None:
+        while True:
+            try:
+                await self.refresh()
+            except DirectoryUnavailable as error:
+                logger.debug("leases cannot be read: %s", error)
+            except Exception:
+                # A fault here must not end the watch over leases for good.
+                logger.exception("refresh of the mirror failed")
+            await asyncio.sleep(self._pause_s())
+
+    def _pause_s(self) -> float:
+        """Until the next regular look, or until a lease runs out that nobody has extended so far."""
+        now = asyncio.get_running_loop().time()
+        if self._is_store_suspect or now < self._excused_until_s:
+            return self._refresh_s
+        until_first_s = min((known.expires_at_s - now for known in self._worker_to_known.values()), default=math.inf)
+        return min(self._refresh_s, max(until_first_s, 0.0) + _SHORTEST_PAUSE_S)
+
+    async def refresh(self) -> Mapping[WorkerId, Lease]:
+        """Bring the mirror's membership in line with the store's leases, which it gives back. Modifies.
+
+        Raises `DirectoryUnavailable`, and forgets nobody then.
+        """
+        clock = asyncio.get_running_loop().time
+        async with self._refreshing:
+            asked_at_s = clock()
+            try:
+                leases = await self._feed.leases(self._worker_to_known)
+                # After the leases: whatever took them away before they were read has taken the canary, too.
+                is_canary_kept = await self._feed.beat()
+            except DirectoryUnavailable as error:
+                self._is_store_suspect = True
+                self._breaker.miss(clock(), str(error))
+                raise
+            now = clock()
+            if self._is_store_suspect or now - asked_at_s <= self._prompt_s:
+                # Else it is matches that found the store too slow, and a look that had time tells nothing of them.
+                self._breaker.succeed(now)
+            if self._is_store_suspect or not is_canary_kept:
+                self._is_store_suspect = False
+                self._excused_until_s = now + self._longest_lease_s()
+            for worker, lease in leases.items():
+                self._worker_to_known[worker] = _Known(lease, asked_at_s + lease.ttl_s)
+                self._follower.see(worker, lease)
+            if now >= self._excused_until_s:
+                for worker in [worker for worker in self._worker_to_known if worker not in leases]:
+                    del self._worker_to_known[worker]
+                    self._follower.forget(worker)
+            return leases
+
+    def _longest_lease_s(self) -> float:
+        """What the leases known so far would have lasted: who is alive has come back by then."""
+        ttls_s = [known.lease.ttl_s for known in self._worker_to_known.values() if known.lease.ttl_s < math.inf]
+        return max(ttls_s, default=0.0)
