@@ -22,8 +22,6 @@ from worker.publisher import Publisher
 
 _logger = logging.getLogger(__name__)
 
-DEFAULT_AUDIT_S = 60.0
-"""Time between two audits: what they find costs time and no answer, and each costs the engine a pass over its pool."""
 DEFAULT_SETTLE_S = 1.0
 """Longer than a change takes from the engine to the publisher."""
 DEFAULT_KEYS_PER_AUDIT = 4096
@@ -58,7 +56,7 @@ class Auditor:
         *,
         rng: random.Random,
         counts: AuditCounts | None = None,
-        audit_s: float = DEFAULT_AUDIT_S,
+        audit_s: float,
         settle_s: float = DEFAULT_SETTLE_S,
         keys_per_audit: int = DEFAULT_KEYS_PER_AUDIT,
     ) -> None:

@@ -163,7 +163,9 @@ class Worker:
         survey = StoreSurvey(self._options.redis_url, info.scheme)
         self._exit.push_async_callback(survey.close)
         rng = random.Random(f"{self._options.settings.seed}:{info.worker}:audits")
-        auditor = Auditor(info.worker, engine, publisher, survey, rng=rng, counts=audits)
+        auditor = Auditor(
+            info.worker, engine, publisher, survey, rng=rng, counts=audits, audit_s=self._options.settings.audit_s
+        )
         self._exit.push_async_callback(auditor.stop)
         auditor.start()
 
