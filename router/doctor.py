@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from router.comparison import Comparison
+from router.tables import counted
 from shared.directory.base import Directory, WorkerRecord
 from shared.directory.survey import ServerHealth, Survey
 from shared.errors import DirectoryUnavailable, KvrouteError
@@ -84,11 +85,14 @@ class WorkerFindings:
         if self.parity == "mismatch":
             found.append("its block keys are not this router's: model, block size, tokenizer or chat template differ")
         if self.num_phantom:
-            found.append(f"{self.num_phantom} phantom blocks, which the store shows and the engine does not hold")
+            phantom = counted(self.num_phantom, "phantom block")
+            found.append(f"{phantom}, which the store shows and the engine does not hold")
         if self.num_missing:
-            found.append(f"{self.num_missing} missing blocks, which the engine holds and the store does not show")
+            missing = counted(self.num_missing, "missing block")
+            found.append(f"{missing}, which the engine holds and the store does not show")
         if self.num_mismatched:
-            found.append(f"{self.num_mismatched} blocks differ between the store and a mirror of it")
+            differ = "1 block differs" if self.num_mismatched == 1 else f"{self.num_mismatched} blocks differ"
+            found.append(f"{differ} between the store and a mirror of it")
         if self.is_stuck:
             found.append(f"its publisher does not get through to the store; {self.num_pending} changes wait")
         return [f"{self.worker}: {problem}" for problem in found]
@@ -186,7 +190,7 @@ class Doctor:
         done = []
         for worker in findings.leftovers or ():
             num_keys = await self._survey.reap(worker)
-            done.append(f"{worker}: {num_keys} keys that nobody owned are dropped")
+            done.append(f"{worker}: dropped {counted(num_keys, 'key')} that nobody owned")
         worker_to_record = await self._records()
         for found in findings.workers:
             record = worker_to_record.get(found.worker)
@@ -196,7 +200,7 @@ class Doctor:
             if inspected is None:
                 done.append(f"{found.worker}: not repaired, since it does not answer: {error}")
             else:
-                done.append(f"{found.worker}: publishes its engine's {len(inspected.keys)} blocks anew")
+                done.append(f"{found.worker}: publishes its engine's {counted(len(inspected.keys), 'block')} anew")
         return done
 
     async def _examine_store(self, findings: Findings) -> None:

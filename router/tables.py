@@ -1,4 +1,4 @@
-"""Tables as commands print them."""
+"""Tables and counts as commands print them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 block`, `2 blocks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def or_dash(value: object) -> str:

@@ -90,7 +90,7 @@ def test_a_doctor_finds_what_is_wrong_in_the_store_and_has_it_mended(tmp_path: P
         code, state = doctor("--repair")
         assert (code, state["problems"]) == (0, [])
         assert state["repaired"] == [
-            "gone: 1 keys that nobody owned are dropped",
+            "gone: dropped 1 key that nobody owned",
             f"w0: publishes its engine's {num_blocks} blocks anew",
         ]
         healthy = kvroute("doctor")
