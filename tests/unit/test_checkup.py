@@ -20,10 +20,12 @@ from router.runfile import Run
 from shared.config import Settings
 from shared.directory.embedded import EmbeddedStore
 from shared.directory.redis import RedisDirectory
+from shared.directory.survey import StoreSurvey
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, WorkerId
 from tests.support.fakes import FakeEngine
 from tests.support.stores import (
+    PATIENT_S,
     SCHEME,
     embedded_store,
     instance,
@@ -34,7 +36,7 @@ from tests.support.stores import (
     worker_info,
 )
 from tests.support.tokenizers import write_model_folder
-from worker.auditor import AuditCounts
+from worker.auditor import AuditCounts, Auditor
 from worker.engines.base import BlockChange
 from worker.host import WorkerHost
 from worker.inspector import PoolInspector
@@ -173,6 +175,26 @@ async def test_a_repair_goes_by_the_engine_and_not_by_its_publisher(ward: Ward) 
     state = await ward.check_up(is_repair=True)
     assert state["is_healthy"]
     assert await ward.directory.resident(WorkerId("w0")) == set(keys([*range(10), 70, 71]))
+
+
+async def test_a_workers_own_audit_finds_and_mends_the_same(ward: Ward) -> None:
+    worker = ward.name_to_worker["w0"]
+    survey = StoreSurvey(ward.run.redis_url, SCHEME, deadline_s=PATIENT_S)
+    auditor = Auditor(WorkerId("w0"), worker.engine, worker.publisher, survey, rng=random.Random(0), audit_s=3600.0)
+    try:
+        assert await auditor.audit()
+        await ward.client.sadd(ward.blocks_key("w0"), key(500))
+        await ward.client.srem(ward.blocks_key("w0"), key(3))
+        assert not await auditor.audit()
+        await ward.quiet()
+        assert await ward.directory.resident(WorkerId("w0")) == set(keys(range(10)))
+        assert await auditor.audit()
+        await ward.client.delete(ward.blocks_key("w0"))
+        assert not await auditor.audit()
+        await ward.quiet()
+        assert await ward.directory.resident(WorkerId("w0")) == set(keys(range(10)))
+    finally:
+        await survey.close()
 
 
 async def test_a_repair_of_what_is_well_does_nothing(ward: Ward) -> None:
