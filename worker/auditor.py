@@ -27,6 +27,7 @@ DEFAULT_SETTLE_S = 1.0
 DEFAULT_KEYS_PER_AUDIT = 4096
 """Keys looked up in the store by one audit: some 2 ms of it. Audits take turns through a larger set."""
 _NUM_LOOKS = 3
+_KEYS_PER_TURN = 4096
 
 
 @dataclass(slots=True)
@@ -121,7 +122,7 @@ class Auditor:
 
     async def _engine_drift(self) -> str | None:
         """What the publisher takes for resident wrongly, and goes on to."""
-        if await self._engine.pool_digest() == digest_of(self._publisher.resident):
+        if (told := await self._engine.pool_digest()) is not None and told == await self._published_digest():
             return None
         differing = await self._engine.look() ^ self._publisher.resident
         for _ in range(_NUM_LOOKS - 1):
@@ -130,6 +131,15 @@ class Auditor:
             await asyncio.sleep(self._settle_s)
             differing &= await self._engine.look() ^ self._publisher.resident
         return f"engine and publisher differ in {len(differing)} blocks" if differing else None
+
+    async def _published_digest(self) -> tuple[int, bytes]:
+        """Of what is published now, with turns for others in between."""
+        published = list(self._publisher.resident)
+        folded = 0
+        for start in range(0, len(published), _KEYS_PER_TURN):
+            folded = _fold(published[start : start + _KEYS_PER_TURN], folded)
+            await asyncio.sleep(0)
+        return len(published), folded.to_bytes(KEY_SIZE_BYTES, "big")
 
     async def _store_drift(self) -> str | None:
         """What the store holds otherwise than the publisher was told that it does."""
@@ -160,5 +170,8 @@ class Auditor:
 def digest_of(keys: Iterable[BlockKey]) -> tuple[int, bytes]:
     """Number of different keys and all of them exclusive-ored, as an engine's pool tells it. Linear."""
     distinct = set(keys)
-    folded = reduce(xor, (int.from_bytes(key, "big") for key in distinct), 0)
-    return len(distinct), folded.to_bytes(KEY_SIZE_BYTES, "big")
+    return len(distinct), _fold(distinct).to_bytes(KEY_SIZE_BYTES, "big")
+
+
+def _fold(keys: Iterable[BlockKey], folded: int = 0) -> int:
+    return reduce(xor, (int.from_bytes(key, "big") for key in keys), folded)

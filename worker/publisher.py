@@ -81,6 +81,7 @@ class Publisher:
         self._snapshot_cause: str | None = None
         """Why a snapshot is planned; it contains every change up to the moment it is taken."""
         self._commit: _Commit | None = None
+        self._is_staging = False
 
         self._is_registered = False
         self._epoch = self._new_epoch()
@@ -125,7 +126,7 @@ class Publisher:
     @property
     def is_quiet(self) -> bool:
         """Whether the store is known to hold exactly `resident`, as far as calls tell."""
-        is_settled = self._is_registered and self._told_draining == self._is_draining
+        is_settled = self._is_registered and self._told_draining == self._is_draining and not self._is_staging
         return is_settled and not (self._pending or self._batch or self._snapshot_cause or self._commit)
 
     async def start(self) -> None:
@@ -305,7 +306,7 @@ class Publisher:
         self._pending.clear()
         self._batch = None  # the snapshot contains it, and its epoch ends with the commit
         self._snapshot_cause = None
-        is_staged = False
+        self._is_staging, is_staged = True, False
         try:
             for start in range(0, len(keys), MAX_KEYS_PER_CALL):
                 chunk = keys[start : start + MAX_KEYS_PER_CALL]
@@ -316,6 +317,7 @@ class Publisher:
                     return False
             is_staged = True
         finally:
+            self._is_staging = False
             if not is_staged:
                 self._plan_snapshot(cause)
         self._commit = _Commit(snapshot, len(keys), cause)

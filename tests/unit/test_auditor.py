@@ -8,9 +8,11 @@ import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from shared.directory.base import Reply
 from shared.directory.memory import MemoryDirectory
 from shared.directory.survey import Audited
 from shared.errors import DirectoryUnavailable
@@ -117,7 +119,7 @@ async def audited(num_blocks: int = 10, *, keys_per_audit: int = 4096) -> AsyncI
     )
     await publisher.start()
     engine.store(range(num_blocks))
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.5)
     yield Audit(engine, publisher, auditor, survey, directory)
     await auditor.stop()
     await publisher.stop()
@@ -218,6 +220,28 @@ def test_a_publisher_that_has_something_to_tell_is_not_compared_with_the_store()
             worker.engine.store([77])
             assert await worker.auditor.audit()
             assert worker.survey.num_looked_up == 0
+
+    run_virtual(scenario())
+
+
+def test_a_snapshot_that_is_being_staged_is_not_taken_for_drift() -> None:
+    async def scenario() -> None:
+        async with audited() as worker:
+            stage = worker.directory.stage
+
+            async def slow_stage(*arguments: Any) -> Reply:
+                await asyncio.sleep(3.0)
+                return await stage(*arguments)
+
+            worker.directory.stage = slow_stage  # type: ignore[method-assign]
+            worker.engine.store(range(20, 40), is_lost=True)
+            worker.publisher.replace(set(worker.engine._resident), "overflow")
+            await asyncio.sleep(1.0)
+            assert not worker.publisher.is_quiet
+            assert await worker.auditor.audit()
+            await asyncio.sleep(20.0)
+            assert (await worker.is_true(), worker.publisher.is_quiet) == (True, True)
+            assert (worker.found, dict(worker.publisher.num_snapshots)) == ((1, 0), {"overflow": 1})
 
     run_virtual(scenario())
 
