@@ -38,5 +38,5 @@ def figures_text(figures: Mapping[str, float]) -> str:
 
 
 def _round(figure: float) -> float:
-    """Three digits behind the point for ratios, none for what is large."""
+    """Three digits behind the point for what is small, as ratios are; one for what is large."""
     return round(figure, 3 if abs(figure) < 10 else 1)

@@ -7,12 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from router.fields import brief
 from shared.errors import ConfigError
 from shared.kv_size import ModelShape, model_shape, sequences_in_flight
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]i?)?B?")
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([kKMGT]i?)?B?")
+_COUNT = re.compile(r"[0-9]{1,9}")
+"""A number of tokens, which no context comes near to."""
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -130,7 +132,7 @@ def read_shape(path: Path) -> ModelShape:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config-json: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config-json: {path} is not JSON: {error}") from None
     if not isinstance(config, Mapping):
         raise ConfigError(f"--config-json: {path} does not hold an object")
@@ -160,7 +162,7 @@ def parse_size(flag: str, text: str) -> int:
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise ConfigError(f"{flag}: {text!r} is no size; write it as 80GiB, 80GB or in bytes")
+        raise ConfigError(f"{flag}: {brief(text)} is no size; write it as 80GiB, 80GB or in bytes")
     unit = found[2] or ""
     base = 1024 if unit.endswith("i") else 1000
     return int(float(found[1]) * base ** _POWERS[unit.rstrip("i").upper()])
@@ -173,8 +175,8 @@ def parse_lengths(flag: str, text: str) -> list[int]:
         ConfigError: one is no number above 0.
     """
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"{flag}: {text!r} must be numbers above 0 with commas between")
+    if not all(_COUNT.fullmatch(word) and int(word) > 0 for word in words):
+        raise ConfigError(f"{flag}: {brief(text)} must be numbers above 0 of at most 9 digits, with commas between")
     return [int(word) for word in words]
 
 
@@ -188,12 +190,12 @@ def show_bytes(number: int) -> str:
     return f"{value:,.0f} {unit}" if value == int(value) else f"{value:,.1f} {unit}"
 
 
-def parse_count(flag: str, text: Any) -> int:
+def parse_count(flag: str, text: str) -> int:
     """A number of tokens, 0 included.
 
     Raises:
         ConfigError: it is none.
     """
-    if not str(text).isdecimal():
-        raise ConfigError(f"{flag}: {text!r} must be a number of tokens")
+    if not _COUNT.fullmatch(text):
+        raise ConfigError(f"{flag}: {brief(text)} must be a number of tokens of at most 9 digits")
     return int(text)

@@ -9,7 +9,7 @@ import secrets
 from typing import Any
 
 from router import runfile
-from router.pins import connected
+from router.pins import connected, of_this_life
 from shared.config import Settings
 from shared.directory.base import WorkerRecord
 from shared.directory.pin_board import WorkerPins
@@ -37,7 +37,8 @@ async def deployment_state(run: runfile.Run, settings: Settings) -> dict[str, An
         async with connected(run, settings) as (directory, board):
             found = await directory.workers()
             records = {record.info.worker: record for record in found if record.info.worker in run.workers}
-            pins = await board.reports(map(WorkerId, run.workers))
+            live = {record.info.worker: record.info for record in records.values()}
+            pins = of_this_life(await board.reports(live), live)
     except KvrouteError as error:
         state["store"] = f"unreachable: {error}"
     statuses = await asyncio.gather(*(_ask(record, run) for record in records.values()))

@@ -28,7 +28,7 @@ from shared.directory.pin_board import (
     Revision,
     check_name,
 )
-from shared.errors import ConfigError, DirectoryUnavailable, NoWorker
+from shared.errors import ConfigError, DirectoryUnavailable, NoWorker, UnknownPin
 from shared.hashing import pack_tokens
 from shared.types import WorkerId, WorkerInfo
 
@@ -91,6 +91,7 @@ async def warm_up(
         ConfigError: there are too few workers, or the prompt does not fit into their context. Nothing is changed.
         NoWorker: no worker lives.
         PinRefused: there are too many pins already.
+        UnknownPin: somebody else has put another in its place or given it up meanwhile, or its time is over.
     """
     async with connected(run, settings) as (directory, board):
         live = await live_infos(directory, run)
@@ -136,6 +137,11 @@ class _Former:
     expires_at_s: float | None
     """On the loop's clock."""
 
+    @property
+    def left_s(self) -> float | None:
+        """What is left of its time now; None if it has no end."""
+        return None if self.expires_at_s is None else self.expires_at_s - asyncio.get_running_loop().time()
+
     @classmethod
     async def of(cls, board: PinBoard, name: str) -> _Former | None:
         wanted = await board.look()
@@ -169,12 +175,14 @@ async def _wait(
     """What each live worker that is to keep the pin says in the end; of some it is still warming when time is up."""
     loop = asyncio.get_running_loop()
     give_up_at_s = loop.time() + settings.start_timeout_s
+    wanted_at_s = loop.time()
     found: dict[WorkerId, PinReport] = {}
     said: set[str] = set()
     while True:
         try:
             live = {worker: info for worker, info in (await live_infos(directory, run)).items() if spec.is_for(worker)}
             told = of_this_life(await board.reports(live), live)
+            is_wanted = await _is_wanted(board, spec)
         except DirectoryUnavailable as error:
             news = f"the store does not answer: {error}"
         else:
@@ -186,6 +194,10 @@ async def _wait(
             pending = [worker for worker, report in found.items() if report.state is PinState.WARMING]
             if found and not pending:
                 return found
+            if is_wanted:
+                wanted_at_s = loop.time()
+            elif loop.time() > wanted_at_s + settings.lease_s:  # workers may yet give an emptied store its pins back
+                raise UnknownPin(f"pin {spec.name} was given up, or its time was over, before all workers kept it")
             news = f"{spec.num_tokens} tokens are computed on {', '.join(pending) or 'no live worker'}"
         if loop.time() >= give_up_at_s:
             for worker, report in found.items():
@@ -199,6 +211,15 @@ async def _wait(
             said.add(news)
             say(news)
         await asyncio.sleep(settings.heartbeat_s / _POLLS_PER_HEARTBEAT)
+
+
+async def _is_wanted(board: PinBoard, spec: PinSpec) -> bool:
+    """Whether the pin is still wanted. Raises `UnknownPin` where another has taken its place."""
+    wanted = await board.look()
+    pin = wanted.pins.get(spec.name) if wanted is not None else None
+    if pin is not None and pin.revision != spec.revision:
+        raise UnknownPin(f"pin {spec.name} was put anew by somebody else, and this one is no longer wanted")
+    return pin is not None
 
 
 async def _take_back(
@@ -217,19 +238,17 @@ async def _take_back(
     everybody = spec.workers or [record.info.worker for record in await directory.workers()]
     others = tuple(worker for worker in everybody if worker not in refused)
     if others:
-        left_s = await _left_s(board, spec)
-        await board.put(replace(spec, workers=others, revision=_new_revision()), left_s, replacing=spec.revision)
-        say(f"pin {spec.name} stays on {', '.join(others)} alone")
-        return
-    left_s = None
-    if former is not None and former.expires_at_s is not None:
-        left_s = former.expires_at_s - asyncio.get_running_loop().time()
-    if former is None or (left_s is not None and left_s <= 0):
-        await board.remove(spec.name, revision=spec.revision)
-        say(f"pin {spec.name} is taken back")
+        renewed = replace(spec, workers=others, revision=_new_revision())
+        is_so = await board.put(renewed, await _left_s(board, spec), replacing=spec.revision)
+        outcome = f"stays on {', '.join(others)} alone"
+    elif former is None or (former.left_s is not None and former.left_s <= 0):
+        is_so = await board.remove(spec.name, revision=spec.revision)
+        outcome = "is taken back"
     else:
-        await board.put(replace(former.spec, revision=_new_revision()), left_s, replacing=spec.revision)
-        say(f"pin {spec.name} stays as it was")
+        renewed = replace(former.spec, revision=_new_revision())
+        is_so = await board.put(renewed, former.left_s, replacing=spec.revision)
+        outcome = "stays as it was"
+    say(f"pin {spec.name} {outcome if is_so else 'was put anew or given up meanwhile'}")
 
 
 async def _left_s(board: PinBoard, spec: PinSpec) -> float | None:

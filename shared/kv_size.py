@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from shared.errors import ConfigError
 
 DTYPE_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4}
 """Types by the names that vLLM takes, and their bytes."""
+_MAX_COUNT = 10**9
+"""Far over any field of a model's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,13 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         raise ConfigError("text_config: not a mapping")
     _refuse_other_caches(text)
     num_heads = _count(text, "num_attention_heads")
-    head_dim = text.get("head_dim")
+    head_dim = _count(text, "head_dim") if text.get("head_dim") else _count(text, "hidden_size") // num_heads
+    if not head_dim:
+        raise ConfigError(f"hidden_size: {text['hidden_size']} is less than num_attention_heads, which is {num_heads}")
     return ModelShape(
         num_layers=_count(text, "num_hidden_layers"),
         num_kv_heads=_count(text, "num_key_value_heads") if text.get("num_key_value_heads") else num_heads,
-        head_dim=_count(text, "head_dim") if head_dim else _count(text, "hidden_size") // num_heads,
+        head_dim=head_dim,
         context_tokens=_count(text, "max_position_embeddings") if text.get("max_position_embeddings") else None,
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "float16"),
         num_parameters=_num_parameters(text, num_heads, head_dim),
@@ -79,7 +84,10 @@ def sequences_in_flight(
 
 def _refuse_other_caches(text: Mapping[str, Any]) -> None:
     """Caches whose size is not layers times tokens."""
-    other_layers = sorted({str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"})
+    kinds = text.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ConfigError(f"layer_types: {reprlib.repr(kinds)} in the model's configuration, must be a list")
+    other_layers = sorted({str(kind) for kind in kinds} - {"full_attention"})
     if other_layers:
         raise ConfigError(f"layer_types: {', '.join(other_layers)}: only models of full attention can be planned")
     if text.get("kv_lora_rank"):
@@ -88,14 +96,13 @@ def _refuse_other_caches(text: Mapping[str, Any]) -> None:
         raise ConfigError("sliding_window: its cache stops growing; only models of full attention can be planned")
 
 
-def _num_parameters(text: Mapping[str, Any], num_heads: int, head_dim: int | None) -> int | None:
+def _num_parameters(text: Mapping[str, Any], num_heads: int, head_dim: int) -> int | None:
     """Of a dense model with a gated MLP, as Llama, Mistral, Qwen and SmolLM are; small terms left out."""
     if any("expert" in name for name in text) or "quantization_config" in text:
         return None
     if not text.get("intermediate_size") or not text.get("vocab_size") or text.get("hidden_act") != "silu":
         return None
     hidden = _count(text, "hidden_size")
-    head_dim = head_dim or hidden // num_heads
     num_kv_heads = text.get("num_key_value_heads") or num_heads
     attention = 2 * hidden * num_heads * head_dim + 2 * hidden * num_kv_heads * head_dim
     layer = attention + 3 * hidden * _count(text, "intermediate_size")
@@ -105,6 +112,9 @@ def _num_parameters(text: Mapping[str, Any], num_heads: int, head_dim: int | Non
 
 def _count(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}: {value!r} in the model's configuration, must be a number above 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_COUNT:
+        raise ConfigError(
+            f"{name}: {reprlib.repr(value)} in the model's configuration, must be a number above 0, "
+            f"at most {_MAX_COUNT}"
+        )
     return value

@@ -187,7 +187,7 @@ class BlockPool:
         child.num_tokens = length
         child.num_computed_tokens = min(parent.num_computed_tokens, length)
         child.num_committed_blocks = min(parent.num_committed_blocks, num_full)
-        child.is_findable = parent.is_findable
+        child.is_findable = parent.is_findable or num_full <= parent.num_committed_blocks
         self._store.hold(child.blocks)
         self._enter(child)
         return child

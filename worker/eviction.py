@@ -202,10 +202,11 @@ class FreeBlocks(Generic[Key]):
 
         Nothing is learnt from it, since the block did not go to make room.
         """
-        self._drop_key(self._blocks[block])
-        if block in self:
+        former_holder = self._blocks[block]
+        self._drop_key(former_holder)
+        if former_holder.free_list is not None:
             self.remove(block)
-            self._append(self._blocks[block], BlockClass.UNHASHED)
+            self._append(former_holder, BlockClass.UNHASHED)
 
     def clear_keys(self) -> None:
         """Forget every key, those that went included: all free blocks become unhashed, in the order of before."""
@@ -270,17 +271,17 @@ class FreeBlocks(Generic[Key]):
         blocks into that of arrival; a block counts until it is used or goes. Of a prompt's blocks the first ones are
         taken, as many as fit.
         """
-        favoured: list[Block[Key]] = []
+        all_blocks, refreshed, most_refreshed = self._blocks, self._refreshed, self._num_blocks // 2
+        favoured: list[tuple[FreeList[Key], Block[Key]]] = []
         for number in blocks:
-            if number not in self:
+            block = all_blocks[number]
+            if block.free_list is None:
                 continue
-            if number not in self._refreshed and len(self._refreshed) >= self._num_blocks // 2:
+            if number not in refreshed and len(refreshed) >= most_refreshed:
                 break
-            self._refreshed.add(number)
-            favoured.append(self._blocks[number])
-        for block in reversed(favoured):
-            free_list = block.free_list
-            assert free_list is not None
+            refreshed.add(number)
+            favoured.append((block.free_list, block))
+        for free_list, block in reversed(favoured):
             free_list.remove(block)
             free_list.append((block,), self._num_allocations)
 

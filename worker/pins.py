@@ -31,9 +31,6 @@ class Pins:
         self._name_to_pin: dict[str, Pin] = {}
         self._num_pins_of: Counter[int] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._name_to_pin)
-
     @property
     def num_blocks(self) -> int:
         """Distinct blocks that are pinned."""

@@ -28,7 +28,7 @@ from shared.config import Settings
 from shared.errors import ConfigError
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, CacheScheme
-from tests.bench.prefix_times import measure_prefixes
+from tests.bench.prefix_times import NUM_PAIRS, measure_prefixes
 from tests.support.pool_replay import Replayed, replay
 from tests.support.text_workloads import (
     Job,
@@ -45,6 +45,7 @@ COMMAND = "python -m tests.bench.bench_claims"
 SEED = 0
 BYTES_PER_TOKEN = 819_200
 """13B in fp16: 2 x 40 layers x 40 heads x 128 x 2 bytes."""
+MODEL_TO_BYTES_PER_TOKEN = {"13b_fp16": BYTES_PER_TOKEN, "smollm2_bf16": 2 * 30 * 3 * 64 * 2}
 POOL_TOKENS = 860 * 64
 """What 80 GB hold beside the weights."""
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -287,7 +288,8 @@ def count_hashes(size: int) -> Figures:
 def measure_copies() -> Figures:
     """A fork that writes into a shared last block, against a sequence of its own that writes into its own.
 
-    `copied_bytes` are for the engine to move; `memory_copy_us` is what that takes in this machine's memory.
+    `copied_bytes` are for the engine to move; `memory_copy_us` is what that takes in this machine's memory. What
+    computing the tokens takes instead, `prefix` tells for SmolLM2.
     """
     size = 64
     figures: Figures = {}
@@ -308,12 +310,14 @@ def measure_copies() -> Figures:
             started_at_s = time.perf_counter()
             assert pool.append(parent, token) is None
             plain.append((time.perf_counter() - started_at_s) * 1e6)
-        num_bytes = num_in_last * BYTES_PER_TOKEN
         figures[f"{num_in_last}_tokens"] = {
             "pool_us_with_copy": spread(copied),
             "pool_us_without": spread(plain),
-            "copied_bytes": num_bytes,
-            "memory_copy_us": spread(time_memory_copy(num_bytes)),
+            "copied_bytes": {model: num_in_last * size_bytes for model, size_bytes in MODEL_TO_BYTES_PER_TOKEN.items()},
+            "memory_copy_us": {
+                model: spread(time_memory_copy(num_in_last * size_bytes))
+                for model, size_bytes in MODEL_TO_BYTES_PER_TOKEN.items()
+            },
         }
     return figures
 
@@ -335,8 +339,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description="Measures the claims made for block pools.")
     parser.add_argument("--only", choices=SECTIONS, help="measure one of them")
     parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format, for its lengths")
+    parser.add_argument("--pairs", type=int, default=NUM_PAIRS, help="measurements of each prefix length, at least 2")
     parser.add_argument("--json", action="store_true", help="one JSON line in place of an indented one")
     parsed = parser.parse_args(arguments)
+    if parsed.pairs < 2:
+        parser.error(f"--pairs: {parsed.pairs} is less than 2")
     try:
         workloads = Workloads(parsed.trace)
     except ConfigError as error:
@@ -345,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "blocks": lambda: measure_blocks(workloads),
         "sharing": lambda: measure_sharing(workloads),
         "copies": measure_copies,
-        "prefix": lambda: measure_prefixes(workloads.model_dir),
+        "prefix": lambda: measure_prefixes(workloads.model_dir, parsed.pairs),
     }
     report: Figures = {"bench": "claims", "command": COMMAND, "seed": SEED}
     for name in SECTIONS if parsed.only is None else (parsed.only,):

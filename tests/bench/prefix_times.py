@@ -20,14 +20,14 @@ BLOCK_SIZE_TOKENS = 64
 PREFIX_TOKENS = (0, 64, 128, 256, 512, 1024)
 LONG_PROMPT_TOKENS = 1280
 TAIL_TOKENS = 64
-NUM_PAIRS = 15
+NUM_PAIRS = 11
 NUM_RESAMPLES = 2000
 VOCABULARY = 40_000
 
 Figures = dict[str, Any]
 
 
-def measure_prefixes(model_dir: Path, num_pairs: int = NUM_PAIRS) -> Figures:
+def measure_prefixes(model_dir: Path, num_pairs: int) -> Figures:
     """Time to first token of prompts whose first tokens are cached, each beside one of equal length computed afresh.
 
     In pairs, in turns and in random order, so that both meet the same disturbances. `one_length`: prompts of 1,280

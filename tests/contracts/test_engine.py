@@ -439,6 +439,49 @@ async def test_a_budget_for_pins_is_checked_against_the_blocks_that_bytes_make(t
         await start_vllm(tmp_path, kv_cache_blocks=None, kv_cache_bytes=1 << 20, pin_budget_blocks=32)
 
 
+BLOCK_BYTES = BLOCK_SIZE * 512
+"""Of the tiny model in float32."""
+NUM_LONGEST_BLOCKS = CONTEXT_TOKENS // BLOCK_SIZE
+
+
+async def test_bytes_too_few_for_the_context_are_refused_before_the_start(tmp_path: Path):
+    message = (
+        f"--kv-cache-bytes: {NUM_LONGEST_BLOCKS * BLOCK_BYTES} bytes hold 31 blocks of 32 tokens, 992 tokens, "
+        f"less than one request of --max-model-len 1024; {(NUM_LONGEST_BLOCKS + 1) * BLOCK_BYTES} bytes"
+    )
+    with pytest.raises(ConfigError, match=message):
+        await start_vllm(tmp_path, kv_cache_blocks=None, kv_cache_bytes=NUM_LONGEST_BLOCKS * BLOCK_BYTES)
+
+
+async def test_a_context_over_the_models_own_is_refused_before_the_start(tmp_path: Path):
+    message = "--max-model-len: 99999 tokens are more than the model's own context, 4096$"
+    with pytest.raises(ConfigError, match=message):
+        await start_vllm(tmp_path, max_model_len=99_999, kv_cache_blocks=4000)
+
+
+async def test_an_engine_that_runs_out_of_blocks_preempts_and_loses_no_request(tmp_path: Path):
+    # The fewest bytes that are taken: what the model has of blocks is one longest request.
+    engine = await start_vllm(tmp_path, kv_cache_blocks=None, kv_cache_bytes=(NUM_LONGEST_BLOCKS + 1) * BLOCK_BYTES)
+    try:
+        assert engine.info is not None
+        assert engine.info.num_blocks == NUM_LONGEST_BLOCKS
+        # Five prompts of six blocks fit at once, and their answers of three blocks more do not.
+        prompts = [prompt(3200 + number, 6 * BLOCK_SIZE - 5) for number in range(8)]
+        alone = [(await engine.ask(token_ids, max_tokens=90)).token_ids for token_ids in prompts]
+        assert all(len(set(token_ids)) >= 16 for token_ids in alone), "a model that repeats itself proves nothing"
+        await engine.engine.reset_cache()
+        together = await asyncio.gather(
+            *(engine.ask(token_ids, max_tokens=90) for token_ids in prompts),
+            engine.ask(prompt(3300, CONTEXT_TOKENS - 1), max_tokens=5),
+        )
+        assert [answer.token_ids for answer in together[:-1]] == alone
+        assert len(together[-1].token_ids) == 1
+        await assert_empty(engine)
+        assert engine.told == await engine.engine.resident()
+    finally:
+        await engine.engine.close()
+
+
 async def test_an_unknown_vllm_is_told_of_where_the_rule_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from worker.engines import vllm_scheduler
     from worker.engines.demo_model import prepare_model

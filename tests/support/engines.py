@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ class Answer:
     finish: FinishReason
     cached_tokens: int
     num_deltas: int
+    ttft_s: float
+    """Until its first token."""
 
 
 @dataclass
@@ -62,12 +65,18 @@ class EngineUnderTest:
 
     async def finish(self, request: EngineRequest) -> Answer:
         """Read the request to its end, checking the form of its deltas."""
-        deltas = [delta async for delta in self.engine.generate(request)]
+        loop = asyncio.get_running_loop()
+        asked_at_s, ttft_s = loop.time(), None
+        deltas = []
+        async for delta in self.engine.generate(request):
+            ttft_s = loop.time() - asked_at_s if ttft_s is None else ttft_s
+            deltas.append(delta)
+        assert ttft_s is not None
         assert all(delta.finish is None for delta in deltas[:-1])
         assert all(delta.cached_tokens is None for delta in deltas[1:])
         assert deltas[-1].finish is not None
         token_ids = [token for delta in deltas for token in delta.token_ids]
-        return Answer(token_ids, deltas[-1].finish, deltas[0].cached_tokens, len(deltas))
+        return Answer(token_ids, deltas[-1].finish, deltas[0].cached_tokens, len(deltas), ttft_s)
 
     async def flood(self, num_blocks: int, seed: int) -> None:
         """Ask once for so many blocks' worth of prompts that nobody asks for again, one after another."""

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from shared.errors import ConfigError, OutOfBlocks, PinRefused, UnknownPin
 from shared.hashing import pack_tokens
 from shared.types import BlockKey
 from tests.support.blocks import BLOCK_SIZE, OTHER_ROOT, ROOT, make_pool, run, start, state, text, weak_chain
+from tests.support.operations import count_operations
 from worker.blocks import BlockPool
 from worker.sequences import BlockCopy
 
@@ -332,6 +331,25 @@ def test_forks_of_one_request_do_not_make_its_blocks_shared_by_two_requests():
     assert pool.statistics().num_free == (6, 0, 2, 0)
 
 
+def test_a_fork_before_a_collision_can_be_found_again():
+    pool = make_pool(8, hash_chain=weak_chain)
+    parent = start(pool, "r1", text(1))
+    other = next(
+        number for number in range(2, 99) if weak_chain(text(1, number), BLOCK_SIZE, ROOT)[1] == parent.keys[0]
+    )
+    pool.append(parent, text(other))
+    pool.commit(parent, parent.num_tokens)
+    assert (parent.is_findable, pool.statistics().num_collisions) == (False, 1)
+    child = pool.fork(parent, num_tokens=BLOCK_SIZE)
+    third = next(
+        number for number in range(2, 99) if weak_chain(text(1, number), BLOCK_SIZE, ROOT)[1] != parent.keys[0]
+    )
+    pool.append(child, text(third))
+    pool.commit(child, child.num_tokens)
+    assert child.num_committed_blocks == 2
+    pool.check()
+
+
 def test_a_fork_at_a_place_that_is_not_there_is_an_error():
     pool = make_pool(8)
     parent = start(pool, "r1", text(1))
@@ -458,19 +476,12 @@ def test_the_cost_of_a_sequence_does_not_depend_on_the_size_of_the_pool():
         pool = make_pool(num_blocks, "adaptive", max_sequence_tokens=10 * BLOCK_SIZE)
         for number in range(num_blocks // 8):
             run(pool, f"r{number}", text(*range(number * 8, number * 8 + 8)))
-        counted = 0
 
-        def count(frame: object, event: str, argument: object) -> None:
-            nonlocal counted
-            counted += event in ("call", "c_call")
-
-        sys.setprofile(count)
-        try:
+        def hits_and_misses() -> None:
             for number in range(20):
                 run(pool, f"hit {number}", text(*range(8), tail=1))
                 run(pool, f"miss {number}", text(*range(-100 - number, -92 - number), tail=1))
-        finally:
-            sys.setprofile(None)
-        return counted
+
+        return count_operations(hits_and_misses)
 
     assert operations(400) == operations(4000)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import sys
 from typing import get_args
 
 import pytest
 
 from shared.config import EvictionName
+from tests.support.operations import count_operations
 from worker.eviction import HEAD_STARTS, MAX_HEAD_START, STEP_POOL_SIZES, FreeBlocks
 from worker.free_list import BlockClass
 
@@ -371,19 +371,56 @@ def test_the_cost_of_an_eviction_does_not_depend_on_the_size_of_the_pool():
             if block % 3 == 0:
                 free.use(f"k{block}", "r2")
         free.push(range(num_blocks))
-        counted = 0
 
-        def count(frame: object, event: str, argument: object) -> None:
-            nonlocal counted
-            counted += event in ("call", "c_call")
-
-        sys.setprofile(count)
-        try:
+        def evictions() -> None:
             for _ in range(50):
                 free.push_unhashed([free.pop()])
                 free.push([free.pop()])
-        finally:
-            sys.setprofile(None)
-        return counted
+
+        return count_operations(evictions)
 
     assert operations(100) == operations(20_000)
+
+
+@pytest.mark.parametrize("operation", ["serve and release", "refresh", "share", "uncache"])
+def test_the_cost_of_what_a_block_goes_through_does_not_depend_on_the_size_of_the_pool(operation: str):
+    def operations(num_blocks: int) -> int:
+        free = full_pool("adaptive", num_blocks)
+        for block in range(num_blocks):
+            free.cache(block, f"k{block}", "r1")
+        free.release(range(num_blocks))
+        middle = range(num_blocks // 2, num_blocks // 2 + 20)
+
+        def work() -> None:
+            if operation == "serve and release":
+                free.serve(free.find_all(f"k{block}" for block in middle), "r2")
+                free.release(middle)
+            elif operation == "refresh":
+                free.refresh(middle)
+            for block in middle:
+                if operation == "share":
+                    free.use(f"k{block}", "r2")
+                elif operation == "uncache":
+                    free.uncache(block)
+
+        return count_operations(work)
+
+    assert operations(100) == operations(20_000) > 20
+
+
+def test_released_blocks_go_where_pushed_ones_would():
+    free = full_pool("shared_first", 6)
+    for block, key in ((1, "a"), (3, "b"), (4, "c")):
+        free.cache(block, key, "r1", is_low_priority=block == 4)
+    free.use("b", "r2")
+    free.release([0, 1, 2, 3, 4, 5])
+    assert (free.num_free, free.in_order()) == ((3, 1, 1, 1), [0, 2, 5, 4, 1, 3])
+
+
+def test_keys_are_found_up_to_the_first_that_no_block_holds():
+    free = full_pool("lru", 4)
+    for block, key in enumerate("abac"):
+        free.cache(block, key, "r1")
+    assert free.find_all("abc") == [0, 1, 3]
+    assert free.find_all("axb") == [0]
+    assert [free.cache(block, key, "r1") for block, key in ((0, "a"), (1, "b"), (3, "c"))] == [False] * 3

@@ -106,6 +106,9 @@ def test_sequences_share_full_blocks_but_never_that_of_their_last_token(length: 
         ({"sliding_window": 4096}, "sliding_window"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types: linear_attention"),
         ({"text_config": 3}, "text_config: not a mapping"),
+        ({"layer_types": 5}, "layer_types: 5 in the model's configuration, must be a list"),
+        ({"hidden_size": 39}, "hidden_size: 39 is less than num_attention_heads, which is 40"),
+        ({"num_hidden_layers": 10**400}, r"num_hidden_layers: 1000\d+\.\.\.\d+ in .* at most 1000000000"),
     ],
 )
 def test_configurations_that_cannot_be_planned_are_refused_by_field(change: dict[str, Any], message: str):
@@ -136,10 +139,10 @@ def test_sizes_and_lengths_are_read_as_people_write_them():
     texts = ["80GiB", "80 GB", "1.5KiB", "12", "12B", "3k"]
     assert [parse_size("--x", text) for text in texts] == [80 << 30, 80 * 10**9, 1536, 12, 12, 3000]
     assert parse_lengths("--lengths", "512, 2048") == [512, 2048]
-    for text in ("", "GiB", "-1", "80 gigs", "1e9"):
+    for text in ("", "GiB", "-1", "80 gigs", "1e9", "9" * 400, "٣"):
         with pytest.raises(ConfigError, match="--gpu-memory"):
             parse_size("--gpu-memory", text)
-    for text in ("", "0", "1,,2", "-5", "x"):
+    for text in ("", "0", "1,,2", "-5", "x", "9" * 5000):
         with pytest.raises(ConfigError, match="--lengths"):
             parse_lengths("--lengths", text)
 
@@ -166,6 +169,13 @@ def test_the_command_reads_a_model_folder_and_a_built_in_model(tmp_path: Path, c
     assert shapes == [131_072, 2 * 2 * 1 * 32 * 2]
 
 
+def test_a_configuration_nested_too_deeply_is_refused_as_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "config.json"
+    path.write_text("[" * 200_000)
+    assert main(["plan", "--gpu-memory", "80GiB", "--config-json", str(path)]) == 2
+    assert f"--config-json: {path} is not JSON" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -174,6 +184,7 @@ def test_the_command_reads_a_model_folder_and_a_built_in_model(tmp_path: Path, c
         (["--gpu-memory", "80GiB", "--config-json", "absent.json"], "--config-json: cannot read absent.json"),
         (["--gpu-memory", "80GiB", "--model", "tiny", "--block-size", "8"], "--block-size: invalid value '8'"),
         (["--gpu-memory", "80GiB", "--model", "tiny", "--system-prompt", "-1"], "--system-prompt: '-1'"),
+        (["--gpu-memory", "80GiB", "--model", "tiny", "--system-prompt", "9" * 5000], "of at most 9 digits"),
     ],
 )
 def test_wrong_usage_is_named_and_ends_with_2(

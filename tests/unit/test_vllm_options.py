@@ -10,6 +10,7 @@ from shared.types import CacheScheme
 from worker.engines.vllm_options import (
     CPU_CACHE_BYTES,
     VllmOptions,
+    check_bytes_fit,
     check_context_fits,
     check_pin_budget,
     engine_arguments,
@@ -61,11 +62,13 @@ def test_a_named_type_is_kept_on_a_cpu():
     assert engine_arguments(replace(OPTIONS, dtype="float32"), KNOWN, is_cpu=True)["dtype"] == "float32"
 
 
-def test_a_block_size_that_a_cpu_cannot_do_is_refused_with_the_flag():
-    options = replace(OPTIONS, scheme=CacheScheme("m", 16))
-    with pytest.raises(ConfigError, match="--block-size: 16 does not work on a CPU, where it must be a multiple of 32"):
+@pytest.mark.parametrize("block_size", [16, 48, 80, 240])
+def test_a_block_size_that_a_cpu_cannot_do_is_refused_with_the_flag(block_size: int):
+    options = replace(OPTIONS, scheme=CacheScheme("m", block_size))
+    message = f"--block-size: {block_size} does not work on a CPU, where it must be a multiple of 32"
+    with pytest.raises(ConfigError, match=message):
         engine_arguments(options, KNOWN, is_cpu=True)
-    assert engine_arguments(options, KNOWN, is_cpu=False)["block_size"] == 16
+    assert engine_arguments(options, KNOWN, is_cpu=False)["block_size"] == block_size
 
 
 def test_passed_arguments_go_through_and_win_over_defaults():
@@ -109,3 +112,15 @@ def test_a_budget_for_pins_is_refused_where_a_stock_pool_keeps_none():
     check_pin_budget(replace(OPTIONS, eviction="stock", pin_budget_blocks=0), 100, 1000)
     with pytest.raises(ConfigError, match="--pin-budget-blocks: 10 blocks cannot be pinned under --eviction stock"):
         check_pin_budget(replace(OPTIONS, eviction="stock", pin_budget_blocks=10), 100, 1000)
+
+
+def test_bytes_must_hold_one_longest_request_and_the_placeholder():
+    check_bytes_fit(17 * 64 * 512, 64, 1024, bytes_per_token=512)
+    with pytest.raises(ConfigError) as refused:
+        check_bytes_fit(17 * 64 * 512 - 1, 64, 1024, bytes_per_token=512)
+    assert str(refused.value) == (
+        "--kv-cache-bytes: 557055 bytes hold 15 blocks of 64 tokens, 960 tokens, less than one request of "
+        "--max-model-len 1024; 557056 bytes hold one, at 32768 for a block"
+    )
+    with pytest.raises(ConfigError, match="1 bytes hold 0 blocks of 64 tokens, 0 tokens"):
+        check_bytes_fit(1, 64, 1024, bytes_per_token=512)

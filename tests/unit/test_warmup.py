@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from router import cli, pins, runfile, warmup
 from router.runfile import Run
+from router.status import deployment_state
 from router.tokenizer import Tokenizer
 from router.warmup import Order
 from shared.config import Settings
@@ -23,7 +24,7 @@ from shared.directory.embedded import EmbeddedStore
 from shared.directory.pin_board import PinSpec, PinState
 from shared.directory.redis import RedisDirectory
 from shared.directory.redis_pin_board import RedisPinBoard
-from shared.errors import ConfigError, NoWorker
+from shared.errors import ConfigError, NoWorker, UnknownPin
 from shared.hashing import pack_tokens
 from shared.types import WorkerId
 from tests.support.boards import Follower
@@ -191,6 +192,8 @@ async def test_what_a_former_life_of_a_worker_has_said_is_void(deployment: Deplo
     await deployment.directory.register(worker_info("w1", life=2), epoch(2), LONG_LEASE_S)
     state = await pins.pin_state(deployment.run, SETTINGS)
     assert [(row["worker"], row["state"]) for row in state["pins"][0]["workers"]] == [("w0", "pinned"), ("w1", "away")]
+    workers = (await deployment_state(deployment.run, SETTINGS))["workers"]
+    assert [worker["num_pinned_blocks"] for worker in workers] == [3, None]
     assert not await deployment.warm_up(start_timeout_s=0.1)
 
 
@@ -217,6 +220,49 @@ async def test_an_interrupted_warmup_says_that_the_pin_stays_wanted(deployment: 
     await asyncio.wait({warming})
     assert "`kvroute unpin system` gives it up" in deployment.said[-1]
     assert await deployment.wanted() == {"system": ()}
+
+
+async def test_a_warmup_ends_when_its_pin_is_given_up_meanwhile(deployment: Deployment) -> None:
+    slow = deployment.followers["w0"]
+    slow.engine.may_pin.clear()
+    warming = asyncio.create_task(deployment.warm_up(lease_s=4 * HEARTBEAT_S))
+    await wait_until(lambda: slow.engine.pin_calls == ["system"])
+    await pins.unpin(deployment.run, SETTINGS, "system")
+    with pytest.raises(UnknownPin, match="pin system was given up, or its time was over, before all workers kept it"):
+        await warming
+    slow.engine.may_pin.set()
+    await wait_until(lambda: slow.engine.pin_calls == ["system", "-system"] and slow.states == {})
+
+
+async def test_a_warmup_ends_when_the_time_of_its_pin_is_over(deployment: Deployment) -> None:
+    deployment.followers["w0"].engine.may_pin.clear()
+    with pytest.raises(UnknownPin, match="its time was over"):
+        await deployment.warm_up(replace(ORDER, ttl_s=0.2), lease_s=4 * HEARTBEAT_S)
+
+
+async def test_a_warmup_goes_on_when_the_store_has_lost_its_pin_and_workers_put_it_back(deployment: Deployment) -> None:
+    slow = deployment.followers["w0"]
+    slow.engine.may_pin.clear()
+    warming = asyncio.create_task(deployment.warm_up(lease_s=PATIENT_S))
+    await wait_until(lambda: slow.engine.pin_calls == ["system"])
+    await deployment.board.clear()
+    slow.engine.may_pin.set()
+    assert await warming
+    assert await deployment.wanted() == {"system": ()}
+
+
+async def test_a_warmup_leaves_a_name_to_the_one_that_put_it_last(deployment: Deployment) -> None:
+    for follower in deployment.followers.values():
+        follower.engine.may_pin.clear()
+    first = asyncio.create_task(deployment.warm_up())
+    await wait_until(lambda: bool(deployment.said))
+    second = asyncio.create_task(deployment.warm_up(token_ids=TOKENS[:130]))
+    with pytest.raises(UnknownPin, match="pin system was put anew by somebody else"):
+        await first
+    for follower in deployment.followers.values():
+        follower.engine.may_pin.set()
+    assert await second
+    assert [await follower.held() for follower in deployment.followers.values()] == [{"system": 2}] * 2
 
 
 # Showing and giving up.

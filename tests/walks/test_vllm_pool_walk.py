@@ -166,6 +166,16 @@ def test_a_changed_signature_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     )
 
 
+def test_a_missing_field_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    from worker.engines import vllm_scheduler
+
+    class Output:
+        __struct_fields__ = ("request_id",)
+
+    monkeypatch.setattr(vllm_scheduler, "EngineCoreOutput", Output)
+    assert vllm_scheduler.check_surface() == "Output has no kv_transfer_params"
+
+
 def test_preempted_request_that_returns_to_its_blocks_shares_with_nobody():
     pool = make_pool(20)
     request = pool.request("a", list(range(10)))
@@ -501,6 +511,7 @@ def test_walk(rule: str, seed: int):
         assert all(parent_of[key] is None or parent_of[key] in resident for key in resident), "child without parent"
         num_used = sum(block.ref_cnt > 0 for block in block_pool.blocks if not block.is_null)
         assert num_used + len(free) == len(block_pool.blocks) - 1
+        assert block_pool.get_num_free_blocks() == len(free)
         assert all((block.ref_cnt == 0) == (block.block_id in free) for block in block_pool.blocks if not block.is_null)
 
 

@@ -16,8 +16,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shared.errors import ConfigError
+from worker.engines.vllm_keys import refusal_of_model
 from worker.engines.vllm_options import (
     VllmOptions,
+    check_bytes_fit,
     check_context_fits,
     check_pin_budget,
     engine_arguments,
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b(?::.*)?$", re.MULTILINE)
+_CONTEXT_REFUSAL = re.compile(r"greater than the derived max_model_len \(\w+=(\d+)")
 _REPLAY_BATCHES = 10_000
 
 
@@ -81,9 +85,18 @@ def prepare_launch(options: VllmOptions, folder: Path) -> Launch:
             "logging_config", LoggingConfig(log_level=log_level, pylogging_config_file=str(log_config))
         )
         fallback_reason = _plug_in(options, arguments) if options.eviction != "stock" else None
-        config = AsyncEngineArgs(**arguments).create_engine_config()
+        try:
+            config = AsyncEngineArgs(**arguments).create_engine_config()
+        except ValueError as error:
+            if (found := _CONTEXT_REFUSAL.search(str(error))) is None:
+                raise
+            raise ConfigError(
+                f"--max-model-len: {options.max_model_len} tokens are more than the model's own context, {found[1]}"
+            ) from error
     check_context_fits(options, config.model_config.max_model_len)
-    if options.kv_cache_blocks is not None:
+    if options.kv_cache_blocks is None:
+        _check_bytes_fit(config)
+    else:
         check_pin_budget(options, options.kv_cache_blocks, config.model_config.max_model_len)
     return Launch(
         folder,
@@ -122,6 +135,27 @@ def logged_cause(folder: Path) -> str | None:
         return None
     found = _ERROR_LINE.search(logged)
     return found[0] if found else None
+
+
+def _check_bytes_fit(config: VllmConfig) -> None:
+    """Raises `ConfigError` before the start for what the engine's process would find after loading the model.
+
+    Says nothing where the bytes are not given, or a cache is not one key and one value for each head of each layer.
+    """
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model, cache = config.model_config, config.cache_config
+    if cache.kv_cache_memory_bytes is None or model.use_mla or refusal_of_model(model) is not None:
+        return
+    num_layers = model.get_num_layers(config.parallel_config)
+    num_heads = model.get_num_kv_heads(config.parallel_config)
+    dtype = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
+    check_bytes_fit(
+        cache.kv_cache_memory_bytes,
+        cache.block_size,
+        model.max_model_len,
+        bytes_per_token=2 * num_layers * num_heads * model.get_head_size() * dtype.itemsize,
+    )
 
 
 def _plug_in(options: VllmOptions, arguments: dict[str, Any]) -> str | None:

@@ -143,6 +143,22 @@ def check_pin_budget(options: VllmOptions, num_blocks: int, context_tokens: int)
         )
 
 
+def check_bytes_fit(cache_bytes: int, block_size_tokens: int, context_tokens: int, *, bytes_per_token: int) -> None:
+    """Raises `ConfigError` if a cache of so many bytes cannot hold one longest request and vLLM's placeholder block.
+
+    vLLM counts its placeholder as room, which a request that needs all blocks then lacks.
+    """
+    block_bytes = block_size_tokens * bytes_per_token
+    num_blocks = max(0, cache_bytes // block_bytes - 1)
+    num_needed = -(-context_tokens // block_size_tokens)
+    if num_blocks < num_needed:
+        raise ConfigError(
+            f"--kv-cache-bytes: {cache_bytes} bytes hold {num_blocks} blocks of {block_size_tokens} tokens, "
+            f"{num_blocks * block_size_tokens} tokens, less than one request of --max-model-len {context_tokens}; "
+            f"{(num_needed + 1) * block_bytes} bytes hold one, at {block_bytes} for a block"
+        )
+
+
 def vllm_log_level(log_level: str) -> Literal["INFO", "WARNING", "ERROR"]:
     """vLLM's level for a level of ours: one stricter, since it warns a dozen times in a healthy start."""
     if log_level == "debug":

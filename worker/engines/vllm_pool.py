@@ -43,12 +43,12 @@ class FreeQueue:
         self.num_free_blocks = len(free)
 
     def popleft(self) -> KVCacheBlock:
-        block = self._blocks[self._free.pop()]
-        self.num_free_blocks -= 1
-        return block
+        return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        return [self.popleft() for _ in range(n)]
+        blocks = [self._blocks[self._free.pop()] for _ in range(n)]
+        self.num_free_blocks -= n
+        return blocks
 
     def remove(self, block: KVCacheBlock) -> None:
         self._free.remove(block.block_id)

@@ -16,6 +16,7 @@ from typing import Any, cast
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, EventPublisher, KVEventBatch
+from vllm.outputs import RequestOutput
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -84,15 +85,18 @@ def check_surface() -> str | None:
     queue_methods = {name for name in vars(FreeKVCacheBlockQueue) if not name.startswith("_")}
     if missing := queue_methods - set(vars(FreeQueue)):
         return f"FreeKVCacheBlockQueue has {', '.join(sorted(missing))}, which our queue does not"
-    for struct, fields in (
-        (BlockStored, {"block_hashes", "parent_block_hash", "token_ids", "block_size", "extra_keys", "lora_name"}),
-        (BlockRemoved, {"block_hashes", "medium"}),
-        (EngineCoreOutput, {"kv_transfer_params"}),
+    stored_fields = {"block_hashes", "parent_block_hash", "token_ids", "block_size", "extra_keys", "lora_name"}
+    for parts_of, parts, expected_parts in (
+        (BlockStored, BlockStored.__struct_fields__, stored_fields),
+        (BlockRemoved, BlockRemoved.__struct_fields__, {"block_hashes", "medium"}),
+        (KVCacheBlock, KVCacheBlock.__dataclass_fields__, {"block_id", "ref_cnt", "is_null"}),
+        (RequestStatus, RequestStatus.__members__, {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}),
+        # How a pin went travels in this one.
+        (EngineCoreOutput, EngineCoreOutput.__struct_fields__, {"kv_transfer_params"}),
+        (RequestOutput, inspect.signature(RequestOutput).parameters, {"kv_transfer_params"}),
     ):
-        if missing := fields - set(struct.__struct_fields__):
-            return f"{struct.__name__} has no {', '.join(sorted(missing))}"
-    if not {"block_id", "ref_cnt", "is_null"} <= set(KVCacheBlock.__dataclass_fields__):
-        return "KVCacheBlock has other fields"
+        if missing := expected_parts - set(parts):
+            return f"{parts_of.__name__} has no {', '.join(sorted(missing))}"
     return None
 
 
