@@ -53,6 +53,7 @@ _DIRECTORY_FLAGS = (
     ("redis-deadline-s", "S", "Longest wait for the store on a request's way."),
     ("lease-s", "S", "A worker silent for this long is forgotten."),
     ("heartbeat-s", "S", "Time between two heartbeats of a worker."),
+    ("audit-s", "S", "Time between two audits of what the store holds of a worker."),
     ("ray-address", "ADDRESS", "Ray cluster to use; default: a local one. RAY_ADDRESS counts too."),
 )
 _PLAN_FLAGS = tuple(
@@ -109,6 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     status = _add_command(commands, "status", "show the workers that `up` started", (("general", _COMMON_FLAGS),))
     status.add_argument("--json", action="store_true", help="Print one JSON line.")
     _add_pin_commands(commands)
+    _add_directory_commands(commands)
     demo = _add_command(commands, "demo", "run the shipped batch under two policies", (("general", _COMMON_FLAGS),))
     demo.add_argument("--json", action="store_true", help="Print one JSON line.")
     demo.add_argument(
@@ -154,6 +156,23 @@ def _add_pin_commands(commands: Any) -> None:
     pins.add_argument("--json", action="store_true", help="Print one JSON line.")
     unpin = _add_command(commands, "unpin", "keep a prompt no longer", general)
     unpin.add_argument("name", metavar="NAME", help="Name that it is kept under.")
+
+
+def _add_directory_commands(commands: Any) -> None:
+    general = (("general", _COMMON_FLAGS),)
+    doctor = _add_command(commands, "doctor", "compare what engines hold with the store and with a mirror", general)
+    doctor.add_argument("--repair", action="store_true", help="Have what differs published anew, and look again.")
+    doctor.add_argument("--json", action="store_true", help="Print one JSON line.")
+    purpose = "tell what the directory holds"
+    directory = commands.add_parser("directory", help=purpose, description="Tell what the directory holds.")
+    views = directory.add_subparsers(dest="view", metavar="VIEW", required=True)
+    who = _add_command(views, "who", "tell how much of a prompt each worker holds", general)
+    who.add_argument("--file", type=Path, metavar="PROMPT", help="A plain prompt, as of a completion.")
+    who.add_argument("--messages", type=Path, metavar="FILE", help="Messages of a chat, as a JSON array.")
+    who.add_argument("--cache-salt", metavar="SALT", help="Salt of the requests with this prompt.")
+    size = _add_command(views, "size", "tell how much the store holds of each worker", general)
+    for view in (who, size):
+        view.add_argument("--json", action="store_true", help="Print one JSON line.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

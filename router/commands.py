@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router import launch, pins, runfile, warmup
+from router import checkup, holdings, launch, pins, runfile, warmup
 from router import plan as planning
 from router.batch import BatchLimits, BatchReport, OnRow, PreparedBatch, prepare_batch, run_batch
 from router.bench import figures_json, figures_text, run_benchmark
 from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
+from router.prompts import prompt_tokens, read_prompt
 from router.status import deployment_state
+from router.tables import or_dash
 from router.tokenizer import Tokenizer
 from shared.config import Settings
 from shared.errors import ConfigError, NoWorker
+from shared.hashing import parity_key, tokenizer_fingerprint
 from shared.telemetry import set_up_logging
+from shared.types import CacheScheme
 
 _IN_FLIGHT_PER_SEQ = 4
 """Batch rows under way for each sequence that the workers can run: enough to choose from, few enough to stay fresh."""
@@ -176,6 +180,34 @@ async def _unpin(call: Invocation) -> int:
     return EXIT_OK
 
 
+async def _doctor(call: Invocation) -> int:
+    run = _running(call)
+    settings = _with_run(call.settings, run)
+    folder = await launch.prepare_model_folder(settings, call.say)
+    scheme = CacheScheme(settings.model_name, settings.block_size)
+    own_key = parity_key(scheme, await asyncio.to_thread(tokenizer_fingerprint, folder))
+    state = await checkup.check_up(run, settings, own_key, is_repair=call.own["repair"], say=call.say)
+    call.show(json.dumps(state) if call.own["json"] else checkup.check_up_text(state))
+    return EXIT_OK if state["is_healthy"] else EXIT_FAILURE
+
+
+async def _directory(call: Invocation) -> int:
+    is_json = call.own["json"]
+    if call.own["view"] == "size":
+        run = _running(call)
+        state = await holdings.directory_size(run, _with_run(call.settings, run))
+        call.show(json.dumps(state) if is_json else holdings.size_text(state))
+        return EXIT_OK
+    prompt = await asyncio.to_thread(read_prompt, call.own)
+    run = _running(call)
+    settings = _with_run(call.settings, run)
+    tokenizer = await asyncio.to_thread(Tokenizer, await launch.prepare_model_folder(settings, call.say))
+    token_ids = await asyncio.to_thread(prompt_tokens, prompt, tokenizer, settings, add_generation_prompt=True)
+    state = await holdings.who_holds(run, settings, token_ids, salt=prompt.salt)
+    call.show(json.dumps(state) if is_json else holdings.who_text(state))
+    return EXIT_OK
+
+
 async def _demo(call: Invocation) -> int:
     from router.demo import run_demo
 
@@ -217,6 +249,8 @@ _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "warmup": _warmup,
     "pins": _pins,
     "unpin": _unpin,
+    "doctor": _doctor,
+    "directory": _directory,
     "demo": _demo,
     "plan": _plan,
     "bench": _bench,
@@ -312,15 +346,11 @@ def _status_text(state: Mapping[str, Any]) -> str:
         f"{'pinned':>9}  engine"
     )
     for worker in state["workers"]:
-        pinned = f"{_or_dash(worker['num_pinned_blocks'])}/{_or_dash(worker['pin_budget_blocks'])}"
-        used = f"{_or_dash(worker['kv_used_blocks'])}/{_or_dash(worker['kv_total_blocks'])}"
+        pinned = f"{or_dash(worker['num_pinned_blocks'])}/{or_dash(worker['pin_budget_blocks'])}"
+        used = f"{or_dash(worker['kv_used_blocks'])}/{or_dash(worker['kv_total_blocks'])}"
         lines.append(
-            f"{worker['worker']:<12} {worker['state']:<12} {_or_dash(worker['num_running']):>7} "
-            f"{_or_dash(worker['num_waiting']):>7} {used:>12} {_or_dash(worker['num_resident_blocks']):>7} "
+            f"{worker['worker']:<12} {worker['state']:<12} {or_dash(worker['num_running']):>7} "
+            f"{or_dash(worker['num_waiting']):>7} {used:>12} {or_dash(worker['num_resident_blocks']):>7} "
             f"{pinned:>9}  {worker['engine'] or '-'}"
         )
     return "\n".join(lines)
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from router.runfile import Run
+from router.tables import or_dash, table
 from shared.config import Settings
 from shared.directory import connect_directory, open_pin_board
 from shared.directory.base import Directory
@@ -88,15 +89,15 @@ def pin_text(state: Mapping[str, Any]) -> str:
         expires_in_s = pin["expires_in_s"]
         expiry = "-" if expires_in_s is None else f"{max(0.0, expires_in_s):.0f} s"
         for row in pin["workers"]:
-            blocks, tokens = _or_dash(row["num_blocks"]), _or_dash(row["num_tokens"])
+            blocks, tokens = or_dash(row["num_blocks"]), or_dash(row["num_tokens"])
             rows.append((pin["name"], row["worker"], row["state"], blocks, tokens, expiry, row["message"]))
     budget_rows = [("worker", "pinned", "budget")]
     budget_rows += [
-        (worker["worker"], _or_dash(worker["num_pinned_blocks"]), _or_dash(worker["pin_budget_blocks"]))
+        (worker["worker"], or_dash(worker["num_pinned_blocks"]), or_dash(worker["pin_budget_blocks"]))
         for worker in state["workers"]
     ]
-    tables = [_table(rows)] if state["pins"] else ["no pins"]
-    return "\n\n".join([*tables, _table(budget_rows)])
+    tables = [table(rows)] if state["pins"] else ["no pins"]
+    return "\n\n".join([*tables, table(budget_rows)])
 
 
 async def forget_pins(run: Run, settings: Settings, say: Say) -> None:
@@ -146,14 +147,3 @@ def _row(worker: WorkerId, told: WorkerPins | None, name: str, revision: Revisio
         "num_tokens": report.num_tokens if report is not None and is_pinned else None,
         "message": report.message if report is not None else "",
     }
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)

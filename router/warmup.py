@@ -6,20 +6,16 @@ Says on the pin board what is wanted and waits for what the workers report; no w
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
 import re
 import secrets
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from router import fields
-from router.openai import Endpoint, parse_request
 from router.pins import Say, connected, live_infos, of_this_life
+from router.prompts import Prompt, prompt_tokens, read_prompt
 from router.runfile import Run
 from router.tokenizer import Tokenizer
 from shared.config import Settings
@@ -33,15 +29,11 @@ from shared.directory.pin_board import (
     Revision,
     check_name,
 )
-from shared.errors import ConfigError, DirectoryUnavailable, InvalidRequest, NoWorker, UnknownPin
+from shared.errors import ConfigError, DirectoryUnavailable, NoWorker, UnknownPin
 from shared.hashing import pack_tokens
 from shared.types import WorkerId, WorkerInfo
 
 _MAX_TTL_S = 1e9
-_MAX_FILE_BYTES = 64 << 20
-"""More text than any context takes, and little enough to read."""
-_MAX_PATH_CHARS = 255
-"""Of a file that is refused, in its error."""
 _POLLS_PER_HEARTBEAT = 4
 _SILENT_LEASES = 3
 """So many leases of a store's silence and nobody waits for it any longer."""
@@ -67,20 +59,10 @@ def read_order(own: Mapping[str, Any]) -> Order:
     Raises:
         ConfigError: an argument is wrong, or the file cannot be read or holds nothing.
     """
-    name, file, messages = check_name(own["name"]), own["file"], own["messages"]
-    if (file is None) == (messages is None):
-        raise ConfigError(f"--file, --messages: {'one is needed' if file is None else 'they exclude each other'}")
+    name = check_name(own["name"])
     ttl_s, num_workers = _parse_ttl("--ttl-s", own["ttl_s"]), _parse_num_workers("--workers", own["on_workers"])
-    salt = _check_salt("--cache-salt", own["cache_salt"] or "")
-    if file is not None:
-        return Order(name, _read_text("--file", file), None, ttl_s, num_workers, salt)
-    try:
-        listed = json.loads(_read_text("--messages", messages))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--messages: {messages} is not JSON: {error}") from None
-    if isinstance(listed, dict) and set(listed) == {"messages"}:
-        listed = listed["messages"]
-    return Order(name, None, listed, ttl_s, num_workers, salt)
+    prompt = read_prompt(own)
+    return Order(name, prompt.text, prompt.messages, ttl_s, num_workers, prompt.salt)
 
 
 def tokenise(order: Order, tokenizer: Tokenizer, settings: Settings) -> list[int]:
@@ -89,15 +71,8 @@ def tokenise(order: Order, tokenizer: Tokenizer, settings: Settings) -> list[int
     Raises:
         ConfigError: the prompt cannot be rendered, or is too short or too long to be kept.
     """
-    try:
-        if order.text is not None:
-            token_ids = tokenizer.encode(order.text)
-        else:
-            body = {"model": settings.model_name, "messages": order.messages}
-            messages = parse_request(Endpoint.CHAT, body, served_model=settings.model_name).messages or ()
-            token_ids = tokenizer.render_chat(messages, add_generation_prompt=False)
-    except InvalidRequest as error:
-        raise ConfigError(f"{'--messages' if order.text is None else '--file'}: {error}") from None
+    prompt = Prompt(order.text, order.messages, order.salt)
+    token_ids = prompt_tokens(prompt, tokenizer, settings, add_generation_prompt=False)
     if len(token_ids) < settings.block_size:
         raise ConfigError(
             f"the prompt has {len(token_ids)} tokens and fills no block of {settings.block_size}, so nothing of it can "
@@ -338,34 +313,3 @@ def _parse_num_workers(flag: str, text: str) -> int | None:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
         raise ConfigError(f"{flag}: {fields.brief(text)} must be `all` or a number above 0")
     return int(text)
-
-
-def _check_salt(flag: str, salt: str) -> str:
-    try:
-        return fields.label(salt, flag)
-    except InvalidRequest as error:
-        raise ConfigError(str(error)) from None
-
-
-def _read_text(flag: str, path: Path) -> str:
-    name = fields.brief_name(str(path), _MAX_PATH_CHARS)
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"{flag}: {name} is no regular file")
-            raw = file.read(_MAX_FILE_BYTES + 1)
-        text = raw.decode()
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot read {name}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{flag}: {name} is not UTF-8: {error}") from None
-    if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{flag}: {name} is over the limit of {_MAX_FILE_BYTES} bytes")
-    if not text:
-        raise ConfigError(f"{flag}: {name} is empty")
-    return text
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """An opener for what may turn out to be a pipe: without a writer an `open` would wait for one."""
-    return os.open(path, flags | os.O_NONBLOCK)

@@ -60,6 +60,7 @@ class Settings(BaseModel):
     redis_deadline_s: float = Field(0.02, gt=0, description="Longest wait for the store on a request's way.")
     lease_s: float = Field(5.0, gt=0, description="A worker silent for this long is forgotten.")
     heartbeat_s: float = Field(1.0, gt=0, description="Time between two heartbeats of a worker.")
+    audit_s: float = Field(60.0, gt=0, description="Time between two audits of what the store holds of a worker.")
     ray_address: str = Field("", description="Ray cluster to use; default: a local one. RAY_ADDRESS counts too.")
 
     max_in_flight: int | None = Field(None, ge=1, description="Batch rows under way at once.")

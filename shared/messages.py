@@ -19,11 +19,13 @@ from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_
 import msgpack
 
 from shared.errors import ProtocolError
-from shared.types import FinishReason, Instance, RequestId, RouterId, Sampling, WorkerId, WorkerStatus
+from shared.types import Epoch, FinishReason, Instance, RequestId, RouterId, Sampling, WorkerId, WorkerStatus
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 """A 1-million-token prompt is 4 MB; what is larger than this is not ours."""
+MAX_KEYS_PER_PART = 4096
+"""Most keys in one `ResidentKeys`: frames of tokens pass in between."""
 _MAX_ITEMS = 1 << 21
 """Most values of one message, at all depths. The largest message is a frame with all the tokens that a worker keeps for
 a router that is away: 8 MiB at 5 bytes a token."""
@@ -148,7 +150,55 @@ class Frame:
     status: WorkerStatus | None = None
 
 
-_KINDS: tuple[type[Any], ...] = (Challenge, Hello, Welcome, Refused, Submit, Cancel, Ack, Frame)
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Router to worker: tell what the engine holds, and what is published of it."""
+
+    number: int
+    """Stands in all parts of the answer."""
+    is_repair: bool = False
+    """Whether to publish the engine's own account first, in place of what was published so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Worker to router: one moment of a worker. The keys themselves follow in `ResidentKeys`."""
+
+    number: int
+    num_resident: int
+    """Blocks that the engine's pool can serve: so many keys follow."""
+    epoch: Epoch
+    seq: int
+    """Number of the last batch that the publisher knows to be applied."""
+    num_published: int
+    """Blocks that the publisher takes for resident: what the store holds after quiet."""
+    num_differing: int
+    """Blocks that are in one of those two sets alone. A few are on their way from engine to publisher at any time."""
+    num_pending: int
+    """Changes that the publisher has and the store is not known to have."""
+    is_quiet: bool
+    """Whether the publisher has nothing left to tell."""
+    num_audits: int = 0
+    """Times that the worker compared engine, publisher and store by itself."""
+    num_drifts: int = 0
+    """Times that this found a difference that lasted."""
+    fault: Fault | None = None
+    """Why there is no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentKeys:
+    """Worker to router: some of the keys that an `Inspection` has announced."""
+
+    number: int
+    keys: bytes
+    """16 bytes each, end to end."""
+
+
+_KINDS: tuple[type[Any], ...] = (
+    Challenge, Hello, Welcome, Refused, Submit, Cancel, Ack, Frame, Inspect, Inspection, ResidentKeys,
+)  # fmt: skip
+"""A kind is a place in here: new ones come last."""
 _KIND_OF = {message_type: kind for kind, message_type in enumerate(_KINDS)}
 
 

@@ -75,11 +75,13 @@ OWN_ARGUMENTS = {
     "output",
     "output_dir",
     "progress",
+    "repair",
     "resume",
     "strict",
     "system_prompt",
     "ttl_s",
     "version",
+    "view",
     "weights",
 }
 """Arguments of single commands. Every other flag is a setting."""

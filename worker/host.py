@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.errors import ConfigError, EngineError, KvrouteError, Overloaded, ProtocolError, WorkerLost
-from shared.messages import Ack, Cancel, Refused, Submit, decode
+from shared.messages import Ack, Cancel, Inspect, Refused, Submit, decode
 from shared.transport.base import Channel, Timings
 from shared.transport.channel import SilenceGuard, local_pair
 from shared.transport.faults import fault_of
@@ -21,6 +21,7 @@ from shared.transport.listener import Listener
 from shared.transport.session import MAX_UNACKNOWLEDGED_BYTES, Session
 from shared.types import Instance, RouterId, WorkerId, WorkerStatus
 from worker.engines.base import Engine, EngineInfo
+from worker.inspector import Inspections, Inspector
 from worker.requests import EngineRequests
 
 _logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class WorkerHost:
         limits: HostLimits | None = None,
         timings: Timings | None = None,
         count_resident_blocks: Callable[[], int] | None = None,
+        inspector: Inspector | None = None,
     ) -> None:
         if not secret:
             raise ConfigError("the shared secret is empty")
@@ -86,6 +88,7 @@ class WorkerHost:
         self._limits = limits or HostLimits()
         self._timings = timings or Timings()
         self._count_resident_blocks = count_resident_blocks
+        self._inspector = inspector
         self._requests = EngineRequests(engine, engine_info.max_model_len_tokens)
         self._sessions: dict[SessionKey, Session] = {}
         self._expiries: dict[SessionKey, asyncio.TimerHandle] = {}
@@ -222,6 +225,7 @@ class WorkerHost:
             await self._turn_away(channel, error)
             return
         guard = SilenceGuard(channel, self._timings.silence_s)
+        inspections = Inspections(channel, self._inspector)
         sender: asyncio.Task[None] | None = None
         try:
             await send_welcome(
@@ -244,6 +248,8 @@ class WorkerHost:
                     self._submit(session, message)
                 elif isinstance(message, Cancel):
                     self._requests.cancel(session, (message.request, message.attempt))
+                elif isinstance(message, Inspect):
+                    inspections.start(message)
                 elif isinstance(message, Refused):
                     self._drop(key)
                     return
@@ -257,6 +263,7 @@ class WorkerHost:
         finally:
             guard.stop()
             channel.close()
+            inspections.cancel()
             if sender is not None:
                 sender.cancel()
             if session.detach(channel) and self._sessions.get(key) is session:

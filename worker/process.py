@@ -17,12 +17,15 @@ from typing import Any
 from shared.config import Settings
 from shared.directory import connect_directory, open_pin_board
 from shared.directory.base import Directory
+from shared.directory.survey import StoreSurvey
 from shared.errors import WorkerIdTaken
 from shared.hashing import parity_key, tokenizer_fingerprint
 from shared.types import CacheScheme, Instance, WorkerId, WorkerInfo
+from worker.auditor import AuditCounts, Auditor
 from worker.engines.base import BlockChange, Engine, EngineInfo, OnBlocks, OnDeath
 from worker.engines.demo_model import prepare_model
 from worker.host import WorkerHost
+from worker.inspector import PoolInspector
 from worker.pinner import Pinner
 from worker.publisher import Publisher
 
@@ -96,6 +99,7 @@ class Worker:
         directory = await connect_directory(options.redis_url, scheme, must_answer=False)
         self._exit.push_async_callback(directory.close)
         instance = Instance(secrets.token_hex(16))
+        audits = AuditCounts()
         host = self._host = WorkerHost(
             engine,
             engine_info,
@@ -103,6 +107,7 @@ class Worker:
             instance=instance,
             secret=options.secret,
             count_resident_blocks=self._count_resident_blocks,
+            inspector=PoolInspector(engine, lambda: self._publisher, audits),
         )
         self._exit.push_async_callback(host.close)
         info = WorkerInfo(
@@ -120,6 +125,7 @@ class Worker:
         self._publisher = self._make_publisher(directory, engine, info)
         self._exit.push_async_callback(self._publisher.stop)
         await self._register(self._publisher)
+        self._start_audits(engine, self._publisher, info, audits)
         self._follow_pins(engine, engine_info, info)
         return info
 
@@ -152,6 +158,16 @@ class Worker:
         )
         self._exit.push_async_callback(self._pinner.stop)
         self._pinner.start()
+
+    def _start_audits(self, engine: Engine, publisher: Publisher, info: WorkerInfo, audits: AuditCounts) -> None:
+        survey = StoreSurvey(self._options.redis_url, info.scheme)
+        self._exit.push_async_callback(survey.close)
+        rng = random.Random(f"{self._options.settings.seed}:{info.worker}:audits")
+        auditor = Auditor(
+            info.worker, engine, publisher, survey, rng=rng, counts=audits, audit_s=self._options.settings.audit_s
+        )
+        self._exit.push_async_callback(auditor.stop)
+        auditor.start()
 
     def _make_publisher(self, directory: Directory, engine: Engine, info: WorkerInfo) -> Publisher:
         settings = self._options.settings

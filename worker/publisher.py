@@ -81,6 +81,7 @@ class Publisher:
         self._snapshot_cause: str | None = None
         """Why a snapshot is planned; it contains every change up to the moment it is taken."""
         self._commit: _Commit | None = None
+        self._is_staging = False
 
         self._is_registered = False
         self._epoch = self._new_epoch()
@@ -108,6 +109,12 @@ class Publisher:
         return self._resident
 
     @property
+    def num_pending(self) -> int:
+        """Changes that the store is not known to have; what a planned snapshot will bring is not counted."""
+        batch = self._batch
+        return len(self._pending) + (len(batch.stored) + len(batch.removed) if batch is not None else 0)
+
+    @property
     def epoch(self) -> Epoch:
         return self._epoch
 
@@ -119,7 +126,7 @@ class Publisher:
     @property
     def is_quiet(self) -> bool:
         """Whether the store is known to hold exactly `resident`, as far as calls tell."""
-        is_settled = self._is_registered and self._told_draining == self._is_draining
+        is_settled = self._is_registered and self._told_draining == self._is_draining and not self._is_staging
         return is_settled and not (self._pending or self._batch or self._snapshot_cause or self._commit)
 
     async def start(self) -> None:
@@ -152,6 +159,12 @@ class Publisher:
     def set_draining(self, is_draining: bool) -> None:
         """Tell routers, from now on and over any restart of the store, whether the worker takes new requests."""
         self._is_draining = is_draining
+        self._wake.set()
+
+    def replace(self, resident: Set[BlockKey], cause: str) -> None:
+        """Take the engine's own account of what it holds in place of all that was told, and publish it. Modifies."""
+        self._resident = set(resident)
+        self._plan_snapshot(cause)
         self._wake.set()
 
     def on_blocks(self, change: BlockChange) -> None:
@@ -293,7 +306,7 @@ class Publisher:
         self._pending.clear()
         self._batch = None  # the snapshot contains it, and its epoch ends with the commit
         self._snapshot_cause = None
-        is_staged = False
+        self._is_staging, is_staged = True, False
         try:
             for start in range(0, len(keys), MAX_KEYS_PER_CALL):
                 chunk = keys[start : start + MAX_KEYS_PER_CALL]
@@ -304,6 +317,7 @@ class Publisher:
                     return False
             is_staged = True
         finally:
+            self._is_staging = False
             if not is_staged:
                 self._plan_snapshot(cause)
         self._commit = _Commit(snapshot, len(keys), cause)

@@ -21,6 +21,7 @@ from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, FinishReason
 from tests.support.engines import BLOCK_SIZE, CONTEXT_TOKENS, NUM_BLOCKS, SCHEME, EngineUnderTest, start_vllm
 from tests.support.transport import until
+from worker.auditor import digest_of
 from worker.engines.base import EngineDelta, EngineRequest, PinnedPrefix
 
 BUDGET_BLOCKS = NUM_BLOCKS - CONTEXT_TOKENS // BLOCK_SIZE
@@ -119,6 +120,16 @@ async def test_resident_is_what_was_told_and_what_a_router_computes(engine: Engi
     assert engine.engine.is_cache_aware
     assert engine.info is not None
     assert engine.info.is_cache_aware
+
+
+async def test_a_look_at_the_pool_finds_what_is_resident(engine: EngineUnderTest):
+    token_ids = prompt(31, 5 * BLOCK_SIZE + 1)
+    await engine.ask(token_ids)
+    found = await engine.engine.look()
+    assert keys(token_ids) <= found
+    assert found == await engine.engine.resident()
+    digest = await engine.engine.pool_digest()
+    assert digest is None or digest == digest_of(found)
 
 
 async def test_reset_drops_all_that_nobody_holds(engine: EngineUnderTest):

@@ -16,6 +16,7 @@ from xxhash import xxh3_64
 from shared.errors import ContextTooLong, EngineError, InvalidRequest, PinRefused, UnknownPin
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key
 from shared.types import BlockKey, CacheScheme, FinishReason, RequestId
+from worker.auditor import digest_of
 from worker.engines.base import (
     BlockChange,
     EngineDelta,
@@ -175,6 +176,14 @@ class FakeEngine:
 
     async def resident(self) -> set[BlockKey]:
         return set(self._resident)
+
+    async def look(self) -> set[BlockKey]:
+        if self._death is not None:
+            raise EngineError(self._death)
+        return set(self._resident)
+
+    async def pool_digest(self) -> tuple[int, bytes] | None:
+        return digest_of(self._resident)
 
     async def pin(self, name: str, token_ids: list[int], *, salt: str = "", adapter: str = "") -> PinnedPrefix:
         self.pin_calls.append(name)

@@ -20,7 +20,10 @@ from shared.messages import (
     Fault,
     Frame,
     Hello,
+    Inspect,
+    Inspection,
     Refused,
+    ResidentKeys,
     Submit,
     Welcome,
     decode,
@@ -31,6 +34,7 @@ from shared.messages import (
 )
 from shared.types import (
     CacheScheme,
+    Epoch,
     FinishReason,
     Instance,
     RequestId,
@@ -63,6 +67,7 @@ FRAME = Frame(
     ),
     STATUS,
 )
+INSPECTION = Inspection(2, 3, Epoch("e" * 32), 4, 5, 6, 7, is_quiet=True, num_audits=8, num_drifts=9)
 EVERY_MESSAGE = [
     Challenge(b"nonce"),
     Hello(1, RouterId("router"), b"s" * 16, b"nonce", b"proof", 0),
@@ -74,6 +79,11 @@ EVERY_MESSAGE = [
     Ack(2**63),
     FRAME,
     Frame(INSTANCE, 1, 0),
+    Inspect(1),
+    Inspect(2, is_repair=True),
+    INSPECTION,
+    Inspection(1, 0, Epoch(""), 0, 0, 0, 0, is_quiet=False, fault=Fault("engine_error", "dead", 1.5)),
+    ResidentKeys(2, b"k" * 48),
 ]
 INFO = WorkerInfo(
     WorkerId("w1"), INSTANCE, "unix:/x", CacheScheme("org/model", 64), b"parity", 10, 8, 4096, "none 1.0", "lru"
@@ -105,6 +115,16 @@ def test_golden_frame() -> None:
         "9297a272310100920506c040c097a27232020990a473746f70c093ac656e67696e655f6572726f72a178c0"
         "9b0102030405cb3fe0000000000000cb3fd0000000000000cb3fc000000000000006c307"
     )
+
+
+def test_golden_inspection() -> None:
+    assert [
+        encode(message).hex() for message in (Inspect(2, is_repair=True), INSPECTION, ResidentKeys(2, b"k" * 16))
+    ] == [
+        "930802c3",
+        "9c090203d920" + "65" * 32 + "04050607c30809c0",
+        "930a02c4106b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b",
+    ]
 
 
 @pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda message: type(message).__name__)
@@ -154,6 +174,13 @@ def test_whole_numbers_are_taken_for_floats_and_not_the_other_way_round() -> Non
         (msgpack.packb([0, "nonce"]), r"Challenge\.nonce: str instead of bytes"),
         (msgpack.packb([6, True]), r"Ack\.frame: bool instead of int"),
         (msgpack.packb([6, None]), r"Ack\.frame: NoneType instead of int"),
+        (msgpack.packb([8]), r"Inspect: 0 fields, not 1 to 2"),
+        (msgpack.packb([8, 1, 1]), r"Inspect\.is_repair: int instead of bool"),
+        (msgpack.packb([10, 1, "keys"]), r"ResidentKeys\.keys: str instead of bytes"),
+        (msgpack.packb([11, 1]), "not a message"),
+        (with_field(INSPECTION, 2, "3"), r"Inspection\.num_resident: str instead of int"),
+        (with_field(INSPECTION, 8, 1), r"Inspection\.is_quiet: int instead of bool"),
+        (with_field(INSPECTION, 11, "dead"), r"Inspection\.fault: str instead of list"),
         (with_field(SUBMIT, 4, "tokens"), r"Submit\.token_ids: str instead of bytes"),
         (with_field(SUBMIT, 5, {}), r"Submit\.sampling: dict instead of list"),
         (with_field(SUBMIT, 5, []), r"Sampling: 0 fields, not 1 to 12"),

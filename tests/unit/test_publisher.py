@@ -553,3 +553,53 @@ def test_equally_seeded_lives_of_a_worker_never_share_an_epoch() -> None:
         assert len(seen) == 2
 
     run_virtual(scenario())
+
+
+# Replaced.
+
+
+def test_the_engines_own_account_replaces_what_was_told_and_what_was_to_be_told() -> None:
+    async def scenario() -> None:
+        async with publishing() as (publisher, flaky):
+            publisher.on_blocks(stored(range(10)))
+            await asyncio.sleep(2 * TICK_S)
+            publisher.on_blocks(stored([50]))
+            epoch_before = publisher.epoch
+            publisher.replace(set(keys([1, 2, 70])), "audit")
+            publisher.on_blocks(stored([80]))
+            await asyncio.sleep(4 * TICK_S)
+            assert await flaky.inner.resident(W1) == set(keys([1, 2, 70, 80]))
+            assert (publisher.epoch != epoch_before, publisher.is_quiet) == (True, True)
+            assert publisher.num_snapshots == {"audit": 1}
+
+    run_virtual(scenario())
+
+
+def test_an_account_that_comes_while_a_snapshot_is_staged_is_published_after_it() -> None:
+    async def scenario() -> None:
+        async with publishing() as (publisher, flaky):
+            flaky.fail_next("commit", Fault.DELAY)
+            publisher.replace(set(keys([1])), "audit")
+            await asyncio.sleep(2 * TICK_S)
+            publisher.replace(set(keys([2])), "repair")
+            await asyncio.sleep(MENDING_S)
+            assert await flaky.inner.resident(W1) == set(keys([2]))
+            assert publisher.num_snapshots == {"audit": 1, "repair": 1}
+
+    run_virtual(scenario())
+
+
+def test_changes_that_the_store_is_not_known_to_have_are_counted() -> None:
+    async def scenario() -> None:
+        async with publishing() as (publisher, flaky):
+            publisher.on_blocks(stored(range(10)))
+            assert publisher.num_pending == 10
+            flaky.is_down = True
+            await asyncio.sleep(2 * TICK_S)
+            publisher.on_blocks(stored([50]))
+            assert publisher.num_pending == 11
+            flaky.is_down = False
+            await asyncio.sleep(MENDING_S)
+            assert publisher.num_pending == 0
+
+    run_virtual(scenario())

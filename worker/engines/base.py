@@ -123,6 +123,17 @@ class Engine(Protocol):
         """
         ...
 
+    async def look(self) -> set[BlockKey]:
+        """What `resident` gives, without telling `on_blocks` of changes that are still to come: for comparison only.
+
+        An engine whose pool cannot be asked gives what `resident` gives, in the same way.
+        """
+        ...
+
+    async def pool_digest(self) -> tuple[int, bytes] | None:
+        """Number of resident keys and all of them exclusive-ored; `None` where the pool cannot be asked."""
+        ...
+
     async def pin(self, name: str, token_ids: list[int], *, salt: str = "", adapter: str = "") -> PinnedPrefix:
         """Compute a prompt once and keep its full blocks under `name`, in place of what was kept there. Modifies.
 

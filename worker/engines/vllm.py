@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import signal
 import tempfile
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from importlib import metadata
@@ -23,7 +21,7 @@ from shared.types import BlockKey, FinishReason, RequestId, Sampling
 from worker.engines.base import EngineDelta, EngineInfo, EngineRequest, EngineStats, OnBlocks, OnDeath, PinnedPrefix
 from worker.engines.vllm_events import EventStream
 from worker.engines.vllm_keys import refusal_of_groups, refusal_of_model
-from worker.engines.vllm_launch import Launch, launch, logged_cause, prepare_launch
+from worker.engines.vllm_launch import Launch, ending_of, launch, logged_cause, prepare_launch
 from worker.engines.vllm_options import VllmOptions, check_pin_budget
 from worker.engines.vllm_plugin import PLUGIN, Plugin, pin_arguments
 from worker.engines.vllm_steps import StepMeter
@@ -157,6 +155,12 @@ class VllmEngine:
         assert self._events is not None
         return await self._events.resident()
 
+    async def look(self) -> set[BlockKey]:
+        self._alive()
+        if self._plugin is None or not self.is_cache_aware:
+            return await self.resident()
+        return set((await self._plugin.snapshot()).hash_to_key.values())
+
     async def pin(self, name: str, token_ids: list[int], *, salt: str = "", adapter: str = "") -> PinnedPrefix:
         self._alive()
         if self._plugin is None or self._pin_refusal is not None:
@@ -197,8 +201,7 @@ class VllmEngine:
         return await self._plugin.statistics() if self._plugin is not None else {}
 
     async def pool_digest(self) -> tuple[int, bytes] | None:
-        """Number of resident keys and all of them exclusive-ored, for slow comparison; None on a stock pool."""
-        return await self._plugin.digest() if self._plugin is not None else None
+        return await self._plugin.digest() if self._plugin is not None and self.is_cache_aware else None
 
     async def close(self) -> None:
         self._is_closing = True
@@ -345,7 +348,7 @@ class VllmEngine:
         if self._is_closing or self._death.done():
             return
         cause = logged_cause(self._folder) if self._folder is not None else None
-        reason = f"the engine's process ended{_ending(_exit_code(process))}" + (f": {cause}" if cause else "")
+        reason = f"the engine's process ended{ending_of(process)}" + (f": {cause}" if cause else "")
         logger.error("%s", reason)
         self._death.set_result(reason)
         self._llm.output_processor.propagate_error(EngineDeadError())
@@ -353,27 +356,6 @@ class VllmEngine:
 
     def _reason_of_death(self) -> str | None:
         return self._death.result() if self._death is not None and self._death.done() else None
-
-
-def _exit_code(process: Any) -> int | None:
-    """How a process ended whose pipe has just closed; None if that cannot be told within a tenth of a second.
-
-    vLLM waits for the process in a thread of its own. Of two threads that wait, one finds no child any more, and the
-    code only once the other has written it down.
-    """
-    for _ in range(100):
-        process.join(0.001)
-        if process.exitcode is not None:
-            break
-        time.sleep(0.001)
-    code: int | None = process.exitcode
-    return code
-
-
-def _ending(exit_code: int | None) -> str:
-    if exit_code is None:
-        return ""
-    return f" with {signal.Signals(-exit_code).name}" if exit_code < 0 else f" with exit code {exit_code}"
 
 
 def _sampling_params(sampling: Sampling, extra_args: dict[str, Any] | None) -> SamplingParams:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -184,6 +186,29 @@ def _child_environment(options: VllmOptions, folder: Path) -> dict[str, str]:
         # A forked child would inherit this process's threads' locks and event loop.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
+
+
+def ending_of(process: Any) -> str:
+    """How a process ended whose pipe has just closed, to follow `the process ended`; empty if that cannot be told."""
+    exit_code = _exit_code(process)
+    if exit_code is None:
+        return ""
+    return f" with {signal.Signals(-exit_code).name}" if exit_code < 0 else f" with exit code {exit_code}"
+
+
+def _exit_code(process: Any) -> int | None:
+    """`None` if the code cannot be told within a tenth of a second.
+
+    vLLM waits for the process in a thread of its own. Of two threads that wait, one finds no child any more, and the
+    code only once the other has written it down.
+    """
+    for _ in range(100):
+        process.join(0.001)
+        if process.exitcode is not None:
+            break
+        time.sleep(0.001)
+    code: int | None = process.exitcode
+    return code
 
 
 def _recorder_type(record_step: Callable[[SchedulerStats], None]) -> Any:

@@ -1,0 +1,152 @@
+"""Surveys of a real store: what it holds of whom, how it does, and what nobody owns."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.directory.base import MAX_KEYS_PER_CALL, Directory, Reply
+from shared.directory.embedded import EmbeddedStore
+from shared.directory.survey import Audited, StoreSurvey
+from shared.errors import DirectoryUnavailable
+from shared.types import CacheScheme, WorkerId
+from tests.support.stores import (
+    LONG_LEASE_S,
+    PATIENT_S,
+    SCHEME,
+    batch,
+    embedded_store,
+    epoch,
+    key,
+    keys,
+    redis_bench,
+    worker_info,
+)
+
+__all__ = ["embedded_store"]
+
+pytestmark = pytest.mark.redis
+
+W1, W2 = WorkerId("w1"), WorkerId("w2")
+
+
+@dataclass
+class Surveyed:
+    """A survey, and the store it looks at."""
+
+    survey: StoreSurvey
+    directory: Directory
+    client: Redis
+    url: str
+
+    async def publish(self, name: str, numbers: range) -> None:
+        assert await self.directory.register(worker_info(name), epoch(1), LONG_LEASE_S) == Reply.OK
+        assert await self.directory.apply(batch(name, epoch(1), 1, stored=numbers)) == Reply.OK
+
+
+@pytest.fixture
+async def surveyed(embedded_store: EmbeddedStore) -> AsyncIterator[Surveyed]:
+    async with redis_bench(embedded_store) as bench:
+        assert bench.client is not None
+        survey = StoreSurvey(embedded_store.url, SCHEME, deadline_s=PATIENT_S)
+        yield Surveyed(survey, bench.directory, bench.client, embedded_store.url)
+        await survey.close()
+
+
+def store_key(name: str, kind: str) -> str:
+    return f"kvr:{{{SCHEME.namespace}:{name}}}:{kind}"
+
+
+async def test_an_audit_counts_what_is_there_and_what_is_not(surveyed: Surveyed) -> None:
+    await surveyed.publish("w1", range(3000))
+    asked = keys([*range(2990, 3000), 5000, 5001])
+    assert await surveyed.survey.audit(W1, epoch(1), 1, asked) == Audited(3000, 2)
+    assert await surveyed.survey.audit(W1, epoch(1), 1, ()) == Audited(3000, 0)
+    assert await surveyed.survey.audit(W1, epoch(1), 1, keys(range(MAX_KEYS_PER_CALL))) == Audited(3000, 1096)
+
+
+async def test_an_audit_answers_only_at_the_batch_that_is_asked_for(surveyed: Surveyed) -> None:
+    await surveyed.publish("w1", range(3))
+    for worker, in_epoch, seq in [(W1, epoch(1), 0), (W1, epoch(1), 2), (W1, epoch(2), 1), (W2, epoch(1), 1)]:
+        assert await surveyed.survey.audit(worker, in_epoch, seq, keys([1])) is None
+
+
+async def test_an_audit_of_more_keys_than_one_call_takes_is_refused(surveyed: Surveyed) -> None:
+    with pytest.raises(ValueError, match="4097 keys"):
+        await surveyed.survey.audit(W1, epoch(1), 1, keys(range(MAX_KEYS_PER_CALL + 1)))
+
+
+async def test_sizes_are_told_for_each_worker(surveyed: Surveyed) -> None:
+    await surveyed.publish("w1", range(100))
+    sizes = await surveyed.survey.sizes([W1, W2])
+    assert (sizes[W1].num_entries, sizes[W1].num_stream_entries) == (100, 2)
+    assert (sizes[W1].num_bytes or 0) > 1600
+    assert 0 < (sizes[W1].lease_left_s or 0) <= LONG_LEASE_S
+    assert (sizes[W2].num_entries, sizes[W2].num_bytes, sizes[W2].lease_left_s) == (0, 0, None)
+    assert await surveyed.survey.sizes([]) == {}
+
+
+async def test_health_is_told_once_for_each_server(surveyed: Surveyed) -> None:
+    await surveyed.publish("w1", range(10))
+    (server,) = await surveyed.survey.health([W1, W2])
+    assert server.version is not None
+    assert server.version.startswith(("Redis ", "Valkey "))
+    assert (server.role, server.may_evict, server.num_evicted) == ("master", False, 0)
+    assert (server.num_keys or 0) >= 4
+    assert (server.used_memory_bytes or 0) > 0
+    assert server.ping_s > 0
+    assert len(await surveyed.survey.health([])) == 1
+
+
+async def test_a_store_that_throws_out_keys_is_told(surveyed: Surveyed) -> None:
+    await surveyed.client.config_set("maxmemory", 1 << 30)
+    await surveyed.client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        (server,) = await surveyed.survey.health([W1])
+        assert (server.may_evict, server.eviction_policy, server.max_memory_bytes) == (True, "allkeys-lru", 1 << 30)
+    finally:
+        await surveyed.client.config_set("maxmemory", 0)
+        await surveyed.client.config_set("maxmemory-policy", "noeviction")
+
+
+async def test_only_what_lives_for_ever_without_a_lease_is_left_over(surveyed: Surveyed) -> None:
+    await surveyed.publish("w1", range(3))
+    await surveyed.client.persist(store_key("w1", "blocks"))  # its owner's next heartbeat mends this
+    await surveyed.client.sadd(store_key("gone", "blocks"), key(1))
+    await surveyed.client.sadd(store_key("a%7Bb", "staged"), key(1))
+    await surveyed.client.sadd(store_key("fading", "blocks"), key(1))
+    await surveyed.client.expire(store_key("fading", "blocks"), 600)
+    other = CacheScheme("org/other", 64).namespace
+    await surveyed.client.sadd(f"kvr:{{{other}:gone}}:blocks", key(1))
+    assert await surveyed.survey.leftovers([W1]) == ["a{b", "gone"]
+    assert await surveyed.survey.leftovers([]) == ["a{b", "gone"]
+
+
+async def test_reaping_drops_what_is_left_of_a_worker_and_nothing_of_a_live_one(surveyed: Surveyed) -> None:
+    await surveyed.publish("w1", range(3))
+    await surveyed.client.sadd(store_key("gone", "blocks"), key(1))
+    await surveyed.client.sadd(store_key("gone", "staged"), key(1))
+    assert await surveyed.survey.reap(WorkerId("gone")) == 2
+    assert await surveyed.survey.reap(W1) == 0
+    assert await surveyed.survey.leftovers([W1]) == []
+    assert await surveyed.directory.resident(W1) == set(keys(range(3)))
+
+
+async def test_a_user_with_few_rights_is_told_what_it_may_know(surveyed: Surveyed) -> None:
+    await surveyed.publish("w1", range(3))
+    rules = "on >secret resetkeys ~kvr:* -@all +info +exists +pttl +scard +evalsha +script|load +hmget +smismember"
+    await surveyed.client.execute_command("ACL", "SETUSER", "narrow", *rules.split())
+    separator = "&" if "?" in surveyed.url else "?"
+    survey = StoreSurvey(f"{surveyed.url}{separator}username=narrow&password=secret", SCHEME, deadline_s=PATIENT_S)
+    try:
+        size = (await survey.sizes([W1]))[W1]
+        assert (size.num_entries, size.num_bytes, size.num_stream_entries) == (3, None, None)
+        assert await survey.audit(W1, epoch(1), 1, keys([1])) == Audited(3, 0)
+        with pytest.raises(DirectoryUnavailable, match="leftovers"):
+            await survey.leftovers([W1])
+    finally:
+        await survey.close()
+        await surveyed.client.execute_command("ACL", "DELUSER", "narrow")
