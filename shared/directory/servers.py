@@ -49,8 +49,9 @@ class Server:
 class Servers:
     """All servers of the store. Every key belongs to the one at the URL until a cluster has told otherwise.
 
-    Replicas are never asked: what they hold is late. redis-py has a client for clusters too; there one server that is
-    down fails the calls to all others, and connections beyond a limit are an error instead of a wait.
+    Replicas are never asked: what they hold is late. redis-py (as of 8.1) has a client for clusters too. There the
+    command that a slot on its way is asked for with may take another connection than its ASKING and is refused; a full
+    pool is an error instead of a wait; and a server that is no cluster takes another client.
     """
 
     def __init__(self, url: str, *, connect_timeout_s: float, rest_s: float) -> None:
