@@ -50,7 +50,7 @@ ACL_RULES = (
     "resetkeys ~kvr:* resetchannels -@all +info +cluster|slots +asking +evalsha +script|load +time +type +exists "
     "+unlink +rename +pexpire +pexpireat +pexpiretime +pttl +get +set +hset +hget +hmget +hgetall +hdel +hexists +hlen "
     "+sadd +srem +scard +smembers +smismember +sscan +zadd +zrem +zscore +zrangebyscore +zremrangebyrank +xadd +xtrim "
-    "+xread +xrevrange"
+    "+xread +xrevrange +xlen +scan +memory|usage"
 )
 """All that a user of the store needs, as `ACL SETUSER` takes it: for the directory and for the pin board."""
 

@@ -9,14 +9,16 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.directory.base import MAX_KEYS_PER_CALL, Directory, Reply
-from shared.directory.embedded import EmbeddedStore
 from shared.directory.survey import Audited, StoreSurvey
 from shared.errors import DirectoryUnavailable
 from shared.types import CacheScheme, WorkerId
+from tests.support.servers import secured_server
 from tests.support.stores import (
     LONG_LEASE_S,
     PATIENT_S,
     SCHEME,
+    STORES,
+    Store,
     batch,
     embedded_store,
     epoch,
@@ -26,7 +28,7 @@ from tests.support.stores import (
     worker_info,
 )
 
-__all__ = ["embedded_store"]
+__all__ = ["embedded_store", "secured_server"]
 
 pytestmark = pytest.mark.redis
 
@@ -47,12 +49,13 @@ class Surveyed:
         assert await self.directory.apply(batch(name, epoch(1), 1, stored=numbers)) == Reply.OK
 
 
-@pytest.fixture
-async def surveyed(embedded_store: EmbeddedStore) -> AsyncIterator[Surveyed]:
-    async with redis_bench(embedded_store) as bench:
-        assert bench.client is not None
-        survey = StoreSurvey(embedded_store.url, SCHEME, deadline_s=PATIENT_S)
-        yield Surveyed(survey, bench.directory, bench.client, embedded_store.url)
+@pytest.fixture(params=["valkey", "redis with TLS and an ACL"])
+async def surveyed(request: pytest.FixtureRequest) -> AsyncIterator[Surveyed]:
+    store: Store = request.getfixturevalue(STORES[request.param])
+    async with redis_bench(store) as bench:
+        assert isinstance(bench.client, Redis)
+        survey = StoreSurvey(store.url, SCHEME, deadline_s=PATIENT_S)
+        yield Surveyed(survey, bench.directory, bench.client, store.url)
         await survey.close()
 
 
@@ -135,6 +138,7 @@ async def test_reaping_drops_what_is_left_of_a_worker_and_nothing_of_a_live_one(
     assert await surveyed.directory.resident(W1) == set(keys(range(3)))
 
 
+@pytest.mark.parametrize("surveyed", ["valkey"], indirect=True)
 async def test_a_user_with_few_rights_is_told_what_it_may_know(surveyed: Surveyed) -> None:
     await surveyed.publish("w1", range(3))
     rules = "on >secret resetkeys ~kvr:* -@all +info +exists +pttl +scard +evalsha +script|load +hmget +smismember"
