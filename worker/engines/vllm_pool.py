@@ -115,8 +115,8 @@ class KeyedBlockPool(BlockPool):
         """Put a pool under our rule in the place of the manager's, all of whose blocks are free.
 
         Raises:
-            TypeError: the pool is not the one that this class extends, it reports no events, or what holds it is not
-                known.
+            TypeError: the pool is not the one that this class extends, it reports no events, or something holds it
+                that is not known; the manager must not be used then.
         """
         stock = manager.block_pool
         if type(stock) is not BlockPool or not stock.enable_kv_cache_events:
@@ -129,15 +129,14 @@ class KeyedBlockPool(BlockPool):
             setattr(pool, name, value)
         holders: list[Any] = [manager, manager.coordinator, *manager.coordinator.single_type_managers]
         for holder in holders:
-            if holder.block_pool is not stock:
-                raise TypeError(f"the {type(holder).__name__} has a pool of its own")
-            holder.block_pool = pool
+            if holder.block_pool is stock:
+                holder.block_pool = pool
         for block in pool.blocks:
             block.pool = pool
         left_behind = weakref.ref(stock)
         del stock, holder
         if left_behind() is not None:
-            raise TypeError("the engine's pool is held by a part of vLLM that is not known")
+            raise TypeError("the engine's pool is held by a part of vLLM that this does not know")
         pool._free = FreeBlocks(rule, len(pool.blocks))
         pool._free.push_unhashed(block.block_id for block in free_blocks)
         pool._scheme = scheme
