@@ -194,6 +194,21 @@ def test_all_that_an_allocation_evicts_is_reported_in_one_event_and_no_copy_twic
     assert len(set(removed.block_hashes)) == 2
 
 
+def test_an_allocation_that_vllm_measures_evicts_and_reports_the_same():
+    from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+
+    pool = make_pool(1 + 5)
+    pool.manager.block_pool.metrics_collector = KVCacheMetricsCollector(sample_rate=1.0)
+    for name in ("a", "b"):
+        pool.start(pool.request(name, list(range(8))))
+    for name in ("a", "b"):
+        pool.end(name)
+    pool.start(pool.request("other", list(range(100, 120))))
+    pool.take_events()
+    assert list(pool.stored.values()) == our_keys(list(range(100, 120)))
+    assert pool.resident() == set(pool.stored.values())
+
+
 def test_preempted_request_that_returns_to_its_blocks_shares_with_nobody():
     pool = make_pool(20)
     request = pool.request("a", list(range(10)))

@@ -151,26 +151,24 @@ class KeyedBlockPool(BlockPool):
     # What vLLM calls.
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """As vLLM's, in one pass, and one event names all that goes."""
+        """As vLLM's, in one pass, with one event for all that goes."""
+        if self.metrics_collector or self._reuse_watchers or self.cached_block_hashes_by_block:
+            # Seldom: residency metrics, KV offloading, hashes of parts of blocks. Right too, block by block.
+            return super().get_new_blocks(num_blocks)
         if num_blocks > self.free_block_queue.num_free_blocks:
             raise ValueError(f"{num_blocks} blocks wanted, {self.free_block_queue.num_free_blocks} are free")
-        blocks: list[KVCacheBlock] = self.free_block_queue.popleft_n(num_blocks)
-        if self._reuse_watchers:
-            self._notify_reuse(blocks)
-        metrics, cached, keys = self.metrics_collector, self.cached_block_hash_to_block, self._keys
-        remove_hashes = super()._remove_cached_block_hashes  # the rule forgot them when the block was popped
+        cached, keys = self.cached_block_hash_to_block, self._keys
         gone: list[BlockHashWithGroupId] = []
+        blocks = self.free_block_queue.popleft_n(num_blocks)
         for block in blocks:
-            if metrics:
-                metrics.on_block_evicted(block)
-            if block.block_hash is not None:
+            block_hash = block.block_hash
+            if block_hash is not None:  # the rule has forgotten it already
+                cached.pop(block_hash, block.block_id)
+                block.reset_hash()
                 keys[block.block_id] = None
-                for block_hash in remove_hashes(block):
-                    if cached.get_one_block(block_hash) is None:
-                        gone.append(block_hash)
+                if cached.get_one_block(block_hash) is None:
+                    gone.append(block_hash)
             block.ref_cnt = 1
-            if metrics:
-                metrics.on_block_allocated(block)
         if gone:
             self._report_removed(gone)
         return blocks
