@@ -424,3 +424,16 @@ def test_keys_are_found_up_to_the_first_that_no_block_holds():
     assert free.find_all("abc") == [0, 1, 3]
     assert free.find_all("axb") == [0]
     assert [free.cache(block, key, "r1") for block, key in ((0, "a"), (1, "b"), (3, "c"))] == [False] * 3
+
+
+def test_several_blocks_are_popped_in_order_or_not_at_all():
+    free = full_pool("lru", 4)
+    free.cache(0, "a", "r1")
+    free.push([0])
+    free.push_unhashed([1, 2])
+    with pytest.raises(IndexError, match="3 blocks are free, not 4"):
+        free.pop_n(4)
+    assert free.in_order() == [1, 2, 0]
+    assert free.pop_n(3) == [1, 2, 0]
+    with pytest.raises(IndexError, match="no block is free"):
+        free.pop()

@@ -118,17 +118,24 @@ class Pool:
 
 
 def make_pool(num_blocks: int, rule: str = "shared_first", budget_blocks: int = BUDGET_BLOCKS) -> Pool:
-    import torch
     from vllm.utils.hashing import sha256_cbor
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     from worker.engines.vllm_pool import KeyedBlockPool
 
     init_none_hash(sha256_cbor)
+    manager = make_manager(num_blocks)
+    KeyedBlockPool.adopt(manager, rule, SCHEME, pin_budget_blocks=budget_blocks)
+    return Pool(manager, get_request_block_hasher(BLOCK_SIZE, sha256_cbor))
+
+
+def make_manager(num_blocks: int) -> Any:
+    import torch
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    manager = KVCacheManager(
+    return KVCacheManager(
         KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l0"], spec)]),
         max_model_len=4096,
         scheduler_block_size=BLOCK_SIZE,
@@ -136,8 +143,6 @@ def make_pool(num_blocks: int, rule: str = "shared_first", budget_blocks: int = 
         enable_caching=True,
         enable_kv_cache_events=True,
     )
-    KeyedBlockPool.adopt(manager, rule, SCHEME, pin_budget_blocks=budget_blocks)
-    return Pool(manager, get_request_block_hasher(BLOCK_SIZE, sha256_cbor))
 
 
 def our_keys(token_ids: list[int], salt: str = "") -> list[BlockKey]:
@@ -194,6 +199,44 @@ def test_a_vllm_without_its_source_is_refused(monkeypatch: pytest.MonkeyPatch):
     exec("class Queue:\n def __init__(self): self.num_free_blocks = 0", without_source)
     monkeypatch.setattr(vllm_scheduler, "_ASSIGNED", [(without_source["Queue"], ("num_free_blocks",))])
     assert vllm_scheduler.check_surface() == "Queue.__init__ does not assign num_free_blocks"
+
+
+def test_a_pool_that_something_unknown_holds_is_not_replaced():
+    from worker.engines.vllm_pool import KeyedBlockPool
+
+    manager = make_manager(20)
+    holder = [manager.block_pool]
+    with pytest.raises(TypeError, match="held by a part of vLLM that this does not know"):
+        KeyedBlockPool.adopt(manager, "lru", SCHEME, pin_budget_blocks=0)
+    assert len(holder) == 1
+
+
+def test_all_that_an_allocation_evicts_is_reported_in_one_event_and_no_copy_twice():
+    pool = make_pool(1 + 5)
+    for name in ("a", "b"):  # at once and block-aligned: the second one computes the last block again
+        pool.start(pool.request(name, list(range(8))))
+    for name in ("a", "b"):
+        pool.end(name)
+    pool.manager.take_events()
+    pool.start(pool.request("other", list(range(100, 120))))
+    removed, stored = pool.manager.take_events()
+    assert (type(removed).__name__, len(removed.block_hashes), len(stored.block_hashes)) == ("BlockRemoved", 2, 5)
+    assert len(set(removed.block_hashes)) == 2
+
+
+def test_an_allocation_that_vllm_measures_evicts_and_reports_the_same():
+    from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+
+    pool = make_pool(1 + 5)
+    pool.manager.block_pool.metrics_collector = KVCacheMetricsCollector(sample_rate=1.0)
+    for name in ("a", "b"):
+        pool.start(pool.request(name, list(range(8))))
+    for name in ("a", "b"):
+        pool.end(name)
+    pool.start(pool.request("other", list(range(100, 120))))
+    pool.take_events()
+    assert list(pool.stored.values()) == our_keys(list(range(100, 120)))
+    assert pool.resident() == set(pool.stored.values())
 
 
 def test_preempted_request_that_returns_to_its_blocks_shares_with_nobody():

@@ -115,8 +115,8 @@ class KeyedBlockPool(BlockPool):
         """Put a pool under our rule in the place of the manager's, all of whose blocks are free.
 
         Raises:
-            TypeError: the pool is not the one that this class extends, it reports no events, or what holds it is not
-                known.
+            TypeError: the pool is not the one that this class extends, it reports no events, or something holds it
+                that is not known; the manager must not be used then.
         """
         stock = manager.block_pool
         if type(stock) is not BlockPool or not stock.enable_kv_cache_events:
@@ -129,15 +129,16 @@ class KeyedBlockPool(BlockPool):
             setattr(pool, name, value)
         holders: list[Any] = [manager, manager.coordinator, *manager.coordinator.single_type_managers]
         for holder in holders:
-            if holder.block_pool is not stock:
-                raise TypeError(f"the {type(holder).__name__} has a pool of its own")
-            holder.block_pool = pool
+            if holder.block_pool is stock:
+                holder.block_pool = pool
         for block in pool.blocks:
             block.pool = pool
         left_behind = weakref.ref(stock)
         del stock, holder
         if left_behind() is not None:
-            raise TypeError("the engine's pool is held by a part of vLLM that is not known")
+            raise TypeError(
+                "the engine's pool is held by a part of vLLM that this does not know; --eviction stock leaves it alone"
+            )
         pool._free = FreeBlocks(rule, len(pool.blocks))
         pool._free.push_unhashed(block.block_id for block in free_blocks)
         pool._scheme = scheme
@@ -152,26 +153,24 @@ class KeyedBlockPool(BlockPool):
     # What vLLM calls.
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """As vLLM's, in one pass, and one event names all that goes."""
+        """As vLLM's, in one pass, with one event for all that goes."""
+        if self.metrics_collector or self._reuse_watchers or self.cached_block_hashes_by_block:
+            # Seldom: residency metrics, KV offloading, hashes of parts of blocks. Right too, block by block.
+            return super().get_new_blocks(num_blocks)
         if num_blocks > self.free_block_queue.num_free_blocks:
             raise ValueError(f"{num_blocks} blocks wanted, {self.free_block_queue.num_free_blocks} are free")
-        blocks: list[KVCacheBlock] = self.free_block_queue.popleft_n(num_blocks)
-        if self._reuse_watchers:
-            self._notify_reuse(blocks)
-        metrics, cached, keys = self.metrics_collector, self.cached_block_hash_to_block, self._keys
-        remove_hashes = super()._remove_cached_block_hashes  # the rule forgot them when the block was popped
+        cached, keys = self.cached_block_hash_to_block, self._keys
         gone: list[BlockHashWithGroupId] = []
+        blocks = self.free_block_queue.popleft_n(num_blocks)
         for block in blocks:
-            if metrics:
-                metrics.on_block_evicted(block)
-            if block.block_hash is not None:
+            block_hash = block.block_hash
+            if block_hash is not None:  # the rule has forgotten it already
+                cached.pop(block_hash, block.block_id)
+                block.reset_hash()
                 keys[block.block_id] = None
-                for block_hash in remove_hashes(block):
-                    if cached.get_one_block(block_hash) is None:
-                        gone.append(block_hash)
+                if cached.get_one_block(block_hash) is None:
+                    gone.append(block_hash)
             block.ref_cnt = 1
-            if metrics:
-                metrics.on_block_allocated(block)
         if gone:
             self._report_removed(gone)
         return blocks
