@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -416,6 +417,33 @@ def test_batches_behind_are_told_while_streams_cannot_be_read() -> None:
                 await store.apply(batch("w1", E1, seq, [seq + 3]))
             await asyncio.sleep(2.0)
             assert reader.directory.num_batches_behind == 4
+
+    run_virtual(scenario())
+
+
+def test_catching_up_ends_while_workers_publish_all_the_time() -> None:
+    async def scenario() -> None:
+        store = Store()
+        workers = [WorkerId(f"w{number}") for number in range(20)]
+        for worker in workers:
+            await store.hold(worker, range(5))
+        async with reading(store, longest_delay_s=0.05) as reader:
+
+            async def publish() -> None:
+                for seq in itertools.count(2):
+                    for worker in workers:
+                        await store.apply(batch(worker, E1, seq, [seq + 3]))
+                    await asyncio.sleep(0.02)
+
+            publishing = asyncio.create_task(publish())
+            await asyncio.sleep(1.0)
+            held = {worker: await store.resident(worker) for worker in workers}
+            async with asyncio.timeout(5.0):
+                await reader.directory.caught_up()
+            for worker in workers:
+                assert held[worker] <= (reader.directory.mirrored(worker) or set())
+            publishing.cancel()
+            await asyncio.wait({publishing})
 
     run_virtual(scenario())
 
