@@ -279,6 +279,10 @@ class Follower:
         while True:
             await self._has_dropped.wait()
             self._has_dropped.clear()
-            while self._mirror.has_dropped:
-                self._mirror.clean(_KEYS_PER_TURN)
-                await asyncio.sleep(0)
+            try:
+                while self._mirror.has_dropped:
+                    self._mirror.clean(_KEYS_PER_TURN)
+                    await asyncio.sleep(0)
+            except Exception:
+                # A fault here must not end the cleaning for good: it goes on with the next copy that is dropped.
+                logger.exception("cleaning the mirror failed")

@@ -451,6 +451,28 @@ def test_catching_up_ends_while_workers_publish_all_the_time() -> None:
 # Memory.
 
 
+def test_fault_while_cleaning_is_told_and_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        store = Store()
+        for worker in ("w1", "w2"):
+            await store.hold(worker, range(50))
+        async with reading(store) as reader:
+            mirror = reader.directory._mirror
+            with monkeypatch.context() as patch:
+                patch.setattr(mirror, "clean", lambda max_keys: {}[max_keys])
+                await store.forget(W1, instance(1))
+                await asyncio.sleep(2.0)
+                assert mirror.has_dropped
+            await store.forget(W2, instance(1))
+            await asyncio.sleep(2.0)
+            assert (mirror.num_keys, mirror.num_slots, mirror.has_dropped) == (0, 0, False)
+
+    run_virtual(scenario())
+    assert [record.getMessage() for record in caplog.records] == ["cleaning the mirror failed"]
+
+
 def test_tails_that_come_and_go_leave_nothing_in_store_mirror_and_publisher() -> None:
     async def scenario() -> None:
         store = Store()
