@@ -421,6 +421,32 @@ def test_batches_behind_are_told_while_streams_cannot_be_read() -> None:
     run_virtual(scenario())
 
 
+def test_copy_whose_stream_cannot_be_read_for_long_is_matched_no_more() -> None:
+    async def scenario() -> None:
+        store = Store()
+        await store.hold("w1", range(5))
+        await store.hold("w2", range(5))
+        async with reading(store) as reader:
+            read = reader.feed.read
+
+            async def no_read_of_w1(worker_to_entry: Mapping[WorkerId, EntryId], wait_s: float) -> object:
+                if W1 in worker_to_entry:
+                    raise DirectoryUnavailable("read: an entry of gigabytes")
+                return await read(worker_to_entry, wait_s)
+
+            reader.feed.read = no_read_of_w1  # type: ignore[method-assign,assignment]
+            await asyncio.sleep(1.0)  # one that has begun may still tell
+            await store.apply(batch("w1", E1, 2, [], [3]))
+            await asyncio.sleep(20.0)
+            assert reader.directory.shown == {W2}
+            assert await reader.depths(range(8), W1, W2) == {W1: 3, W2: 5}
+            reader.feed.read = read  # type: ignore[method-assign]
+            await reader.directory.caught_up()
+            assert await reader.depths_in_memory(range(8), W1, W2) == {W1: 3, W2: 5}
+
+    run_virtual(scenario())
+
+
 def test_catching_up_ends_while_workers_publish_all_the_time() -> None:
     async def scenario() -> None:
         store = Store()
