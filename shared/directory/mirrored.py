@@ -194,10 +194,14 @@ class MirroredDirectory:
                 await self.refresh()
             except DirectoryUnavailable as error:
                 logger.debug("leases cannot be read: %s", error)
+                await asyncio.sleep(self._pause_s())
             except Exception:
                 # A fault here must not end the watch over leases for good.
                 logger.exception("refresh of the mirror failed")
-            await asyncio.sleep(self._pause_s())
+                # Leases that nobody has looked at since have run out as it seems: that is no cause for haste.
+                await asyncio.sleep(self._refresh_s)
+            else:
+                await asyncio.sleep(self._pause_s())
 
     def _pause_s(self) -> float:
         """Until the next regular look, or until a lease runs out that nobody has extended so far."""

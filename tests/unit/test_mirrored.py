@@ -303,6 +303,28 @@ def test_nobody_is_forgotten_while_the_store_does_not_answer() -> None:
     run_virtual(scenario())
 
 
+def test_fault_while_leases_are_read_is_told_at_each_look_and_forgets_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        store = Store()
+        await store.hold("w1", range(5), lease_s=5.0)
+        async with reading(store) as reader:
+            look = reader.feed.look
+
+            async def broken_look(workers: Iterable[WorkerId]) -> object:
+                raise KeyError("a fault of ours")
+
+            reader.feed.look = broken_look  # type: ignore[method-assign,assignment]
+            await asyncio.sleep(20.5)
+            assert reader.directory.shown == {W1}
+            reader.feed.look = look  # type: ignore[method-assign]
+            await asyncio.sleep(2.0)
+            assert reader.directory.shown == set()
+
+    run_virtual(scenario())
+    assert {record.getMessage() for record in caplog.records} == {"refresh of the mirror failed"}
+    assert len(caplog.records) == 20
+
+
 @pytest.mark.parametrize("fault", ["frozen", "empty at once"])
 def test_store_at_fault_gives_everybody_one_lease_to_come_back_in(fault: str) -> None:
     async def scenario() -> None:
