@@ -80,7 +80,11 @@ class Router:
         )
 
     async def __aenter__(self) -> Router:
-        await self.fleet.start()
+        try:
+            await self.fleet.start()
+        except BaseException:
+            await self.__aexit__()
+            raise
         self.queue.start()
         return self
 

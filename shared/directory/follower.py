@@ -24,6 +24,8 @@ _PAUSE_S = 0.1
 """Between reads that the store does not answer."""
 _READS_TO_BE_SURE = 2
 """Reads of a stream after which it has been read once from beginning to end: one was under way."""
+_LONGEST_STANDSTILL_S = 10.0
+"""Behind the store for longer than this, a copy has missed what heartbeats have dropped from the stream by now."""
 _MAX_LOADS_AT_ONCE = 4
 _MAX_KEYS_PER_WORKER = 1 << 22
 """Far more than any pool of blocks; a set that holds more is not ours."""
@@ -43,8 +45,8 @@ class _Followed:
     shown_from_seq: int
     """Where the store stood when the scan ended: from there on the copy is as good as the store."""
     is_shown: bool = False
-    behind: tuple[EntryId, int] | None = None
-    """Where the copy was, and after how many reads, when the store was last seen to be further."""
+    behind: tuple[EntryId, int, float] | None = None
+    """Where the copy was, after how many reads and when, as the store was first seen to be further than that."""
     num_reads: int = 0
     """Of this worker's stream."""
 
@@ -130,9 +132,12 @@ class Follower:
         if lease.epoch == followed.epoch and lease.seq <= followed.seq:
             followed.behind = None
             return False
+        now_s = asyncio.get_running_loop().time()
         if followed.behind is not None and followed.behind[0] == followed.entry:
-            return followed.num_reads >= followed.behind[1] + _READS_TO_BE_SURE
-        followed.behind = followed.entry, followed.num_reads
+            _, num_reads, since_s = followed.behind
+            # Where leases can be read and streams cannot, no read will ever tell.
+            return followed.num_reads >= num_reads + _READS_TO_BE_SURE or now_s >= since_s + _LONGEST_STANDSTILL_S
+        followed.behind = followed.entry, followed.num_reads, now_s
         return False
 
     # Loading.
@@ -279,6 +284,10 @@ class Follower:
         while True:
             await self._has_dropped.wait()
             self._has_dropped.clear()
-            while self._mirror.has_dropped:
-                self._mirror.clean(_KEYS_PER_TURN)
-                await asyncio.sleep(0)
+            try:
+                while self._mirror.has_dropped:
+                    self._mirror.clean(_KEYS_PER_TURN)
+                    await asyncio.sleep(0)
+            except Exception:
+                # A fault here must not end the cleaning for good: it goes on with the next copy that is dropped.
+                logger.exception("cleaning the mirror failed")

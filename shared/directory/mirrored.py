@@ -110,12 +110,17 @@ class MirroredDirectory:
 
         Waits as long as it takes; put a deadline around it.
         """
+        worker_to_goal: dict[WorkerId, Lease] = {}
         while True:
             self._follower.moved.clear()
             with contextlib.suppress(DirectoryUnavailable):
                 leases = await self.refresh()
+                # Where workers publish all the time, the store is always ahead again: a goal, once set, stays.
+                worker_to_goal = {
+                    worker: _nearer(worker_to_goal.get(worker, lease), lease) for worker, lease in leases.items()
+                }
                 if leases.keys() == self._worker_to_known.keys() and all(
-                    self._follower.is_level(worker, lease) for worker, lease in leases.items()
+                    self._follower.is_level(worker, goal) for worker, goal in worker_to_goal.items()
                 ):
                     return
             with contextlib.suppress(TimeoutError):
@@ -189,10 +194,14 @@ class MirroredDirectory:
                 await self.refresh()
             except DirectoryUnavailable as error:
                 logger.debug("leases cannot be read: %s", error)
+                await asyncio.sleep(self._pause_s())
             except Exception:
                 # A fault here must not end the watch over leases for good.
                 logger.exception("refresh of the mirror failed")
-            await asyncio.sleep(self._pause_s())
+                # Leases that nobody has looked at since have run out as it seems: that is no cause for haste.
+                await asyncio.sleep(self._refresh_s)
+            else:
+                await asyncio.sleep(self._pause_s())
 
     def _pause_s(self) -> float:
         """Until the next regular look, or until a lease runs out that nobody has extended so far."""
@@ -242,3 +251,8 @@ class MirroredDirectory:
         """What the leases known so far would have lasted: who is alive has come back by then."""
         ttls_s = [known.lease.ttl_s for known in self._worker_to_known.values() if known.lease.ttl_s < math.inf]
         return max(ttls_s, default=0.0)
+
+
+def _nearer(goal: Lease, lease: Lease) -> Lease:
+    """What to wait for, of what was seen of a worker before and now: no batch of an epoch that is over ever comes."""
+    return goal if goal.epoch == lease.epoch and goal.seq <= lease.seq else lease

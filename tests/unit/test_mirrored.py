@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -302,6 +303,28 @@ def test_nobody_is_forgotten_while_the_store_does_not_answer() -> None:
     run_virtual(scenario())
 
 
+def test_fault_while_leases_are_read_is_told_at_each_look_and_forgets_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        store = Store()
+        await store.hold("w1", range(5), lease_s=5.0)
+        async with reading(store) as reader:
+            look = reader.feed.look
+
+            async def broken_look(workers: Iterable[WorkerId]) -> object:
+                raise KeyError("a fault of ours")
+
+            reader.feed.look = broken_look  # type: ignore[method-assign,assignment]
+            await asyncio.sleep(20.5)
+            assert reader.directory.shown == {W1}
+            reader.feed.look = look  # type: ignore[method-assign]
+            await asyncio.sleep(2.0)
+            assert reader.directory.shown == set()
+
+    run_virtual(scenario())
+    assert {record.getMessage() for record in caplog.records} == {"refresh of the mirror failed"}
+    assert len(caplog.records) == 20
+
+
 @pytest.mark.parametrize("fault", ["frozen", "empty at once"])
 def test_store_at_fault_gives_everybody_one_lease_to_come_back_in(fault: str) -> None:
     async def scenario() -> None:
@@ -420,7 +443,82 @@ def test_batches_behind_are_told_while_streams_cannot_be_read() -> None:
     run_virtual(scenario())
 
 
+def test_copy_whose_stream_cannot_be_read_for_long_is_matched_no_more() -> None:
+    async def scenario() -> None:
+        store = Store()
+        await store.hold("w1", range(5))
+        await store.hold("w2", range(5))
+        async with reading(store) as reader:
+            read = reader.feed.read
+
+            async def no_read_of_w1(worker_to_entry: Mapping[WorkerId, EntryId], wait_s: float) -> object:
+                if W1 in worker_to_entry:
+                    raise DirectoryUnavailable("read: an entry of gigabytes")
+                return await read(worker_to_entry, wait_s)
+
+            reader.feed.read = no_read_of_w1  # type: ignore[method-assign,assignment]
+            await asyncio.sleep(1.0)  # one that has begun may still tell
+            await store.apply(batch("w1", E1, 2, [], [3]))
+            await asyncio.sleep(20.0)
+            assert reader.directory.shown == {W2}
+            assert await reader.depths(range(8), W1, W2) == {W1: 3, W2: 5}
+            reader.feed.read = read  # type: ignore[method-assign]
+            await reader.directory.caught_up()
+            assert await reader.depths_in_memory(range(8), W1, W2) == {W1: 3, W2: 5}
+
+    run_virtual(scenario())
+
+
+def test_catching_up_ends_while_workers_publish_all_the_time() -> None:
+    async def scenario() -> None:
+        store = Store()
+        workers = [WorkerId(f"w{number}") for number in range(20)]
+        for worker in workers:
+            await store.hold(worker, range(5))
+        async with reading(store, longest_delay_s=0.05) as reader:
+
+            async def publish() -> None:
+                for seq in itertools.count(2):
+                    for worker in workers:
+                        await store.apply(batch(worker, E1, seq, [seq + 3]))
+                    await asyncio.sleep(0.02)
+
+            publishing = asyncio.create_task(publish())
+            await asyncio.sleep(1.0)
+            held = {worker: await store.resident(worker) for worker in workers}
+            async with asyncio.timeout(5.0):
+                await reader.directory.caught_up()
+            for worker in workers:
+                assert held[worker] <= (reader.directory.mirrored(worker) or set())
+            publishing.cancel()
+            await asyncio.wait({publishing})
+
+    run_virtual(scenario())
+
+
 # Memory.
+
+
+def test_fault_while_cleaning_is_told_and_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        store = Store()
+        for worker in ("w1", "w2"):
+            await store.hold(worker, range(50))
+        async with reading(store) as reader:
+            mirror = reader.directory._mirror
+            with monkeypatch.context() as patch:
+                patch.setattr(mirror, "clean", lambda max_keys: {}[max_keys])
+                await store.forget(W1, instance(1))
+                await asyncio.sleep(2.0)
+                assert mirror.has_dropped
+            await store.forget(W2, instance(1))
+            await asyncio.sleep(2.0)
+            assert (mirror.num_keys, mirror.num_slots, mirror.has_dropped) == (0, 0, False)
+
+    run_virtual(scenario())
+    assert [record.getMessage() for record in caplog.records] == ["cleaning the mirror failed"]
 
 
 def test_tails_that_come_and_go_leave_nothing_in_store_mirror_and_publisher() -> None:

@@ -49,6 +49,23 @@ def test_second_request_with_a_prefix_goes_to_its_holder_and_is_served_from_its_
     run_virtual(scenario())
 
 
+def test_router_that_cannot_start_leaves_no_mirror_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with mirrored_rack(1) as workers:
+            num_tasks = len(asyncio.all_tasks())
+
+            async def broken_listing(directory: MirroredDirectory) -> object:
+                raise KeyError("a fault of ours")
+
+            monkeypatch.setattr(MirroredDirectory, "workers", broken_listing)
+            with pytest.raises(KeyError):
+                async with workers.router():
+                    pass
+            assert len(asyncio.all_tasks()) == num_tasks
+
+    run_virtual(scenario())
+
+
 def test_cold_burst_of_one_prefix_is_computed_once() -> None:
     async def scenario() -> None:
         async with rack(4, **SLOW, max_num_seqs=8) as workers, workers.router() as router:
