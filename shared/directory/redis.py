@@ -323,9 +323,14 @@ class RedisDirectory:
                     await self._announce(worker, lease_ms)
 
     def _keys(self, worker: WorkerId, *kinds: str) -> list[str]:
-        # The id is quoted: a brace in it would end the hash tag early, a colon make two ids look like one.
-        tag = f"{self._scheme.namespace}:{quote(worker, safe='')}"
-        return [f"kvr:{{{tag}}}:{kind}" for kind in kinds]
+        return worker_keys(self._scheme.namespace, worker, *kinds)
+
+
+def worker_keys(namespace: str, worker: WorkerId, *kinds: str) -> list[str]:
+    """Names in the store of what is kept of one worker. They share a hash tag, so that they lie in one slot."""
+    # The id is quoted: a brace in it would end the hash tag early, a colon make two ids look like one.
+    tag = f"{namespace}:{quote(worker, safe='')}"
+    return [f"kvr:{{{tag}}}:{kind}" for kind in kinds]
 
 
 def _milliseconds(duration_s: float) -> int:

@@ -67,7 +67,6 @@ class Servers:
         self._num_past_openings = 0
         self.is_known = False
         """Whether the server at the URL has told what it is."""
-        self.num_refreshes = 0
 
     @property
     def is_cluster(self) -> bool:
@@ -141,7 +140,6 @@ class Servers:
                 for answer in asyncio.as_completed(asked):
                     with contextlib.suppress(RedisError, OSError):
                         await self._take_slots(await answer)
-                        self.num_refreshes += 1
                         return
         except TimeoutError:
             pass

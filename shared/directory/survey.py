@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from shared.directory.base import check_num_keys
 from shared.directory.connection import Command, StoreConnection
+from shared.directory.redis import worker_keys
 from shared.types import BlockKey, CacheScheme, Epoch, WorkerId
 
 _SCRIPTS = ("audit", "reap")
@@ -213,8 +214,7 @@ class StoreSurvey:
         return WorkerId(unquote(found[1])) if found else None
 
     def _keys(self, worker: WorkerId, *kinds: str) -> list[str]:
-        # Quoted as in the directory: a brace in an id would end the hash tag early.
-        return [f"kvr:{{{self._namespace}:{quote(worker, safe='')}}}:{kind}" for kind in kinds]
+        return worker_keys(self._namespace, worker, *kinds)
 
 
 def _parse_size(answers: Sequence[Any]) -> WorkerSize:
