@@ -15,6 +15,7 @@ BENCHMARKS: Mapping[str, str] = MappingProxyType(
     {
         "blocks": "worker.bench",
         "directory": "shared.directory.bench",
+        "transport": "worker.transport_bench",
     }
 )
 """Name to the module whose coroutine `measure` it is. Imported when it runs, since some need an engine."""

@@ -31,11 +31,11 @@ from shared.directory.base import Directory, WorkerRecord
 from shared.directory.embedded import EmbeddedStore, stop_detached
 from shared.errors import ConfigError, DirectoryUnavailable, EngineError, NoWorker
 from shared.hashing import parity_key
-from shared.messages import decode_record
 from shared.telemetry import Metrics
 from shared.transport.base import OnChange, WorkerClient
 from shared.transport.client import connect_worker
 from shared.types import CacheScheme, RouterId, WorkerId, WorkerInfo
+from shared.wire import decode_record
 from worker.actor import WorkerActor
 from worker.engines.demo_model import BUILT_IN_MODELS, prepare_model
 from worker.process import WorkerOptions

@@ -1,41 +1,20 @@
-"""What routers and workers say to each other: dataclasses as positional msgpack arrays.
+"""What routers and workers say to each other.
 
-A message is `[kind, field, field, ...]`. Decoding checks every type and every limit, so that nothing past this module
-sees bytes of a stranger. Trailing fields that have a default may be missing, so that a message can grow.
+A message is `[kind, field, field, ...]` in msgpack. Nothing past this module sees bytes of a stranger.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import types
-from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
-from functools import cache
-from operator import attrgetter
-from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import msgpack
+from typing import Any
 
 from shared.errors import ProtocolError
 from shared.types import Epoch, FinishReason, Instance, RequestId, RouterId, Sampling, WorkerId, WorkerStatus
+from shared.wire import fields_of, from_fields, pack, unpack
 
 PROTOCOL_VERSION = 1
-MAX_MESSAGE_BYTES = 64 << 20
-"""A 1-million-token prompt is 4 MB; what is larger than this is not ours."""
 MAX_KEYS_PER_PART = 4096
 """Most keys in one `ResidentKeys`: frames of tokens pass in between."""
-_MAX_ITEMS = 1 << 21
-"""Most values of one message, at all depths. The largest message is a frame with all the tokens that a worker keeps for
-a router that is away: 8 MiB at 5 bytes a token."""
-_HARMLESS_BYTES = 64 << 10
-"""Of all that msgpack has, empty containers grow most: one byte becomes some 70."""
-_HARMLESS_CLAIMS = 1 << 20
-"""Room for items that nested headers may claim without having them."""
-
-Message = TypeVar("Message")
-_Decode = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +102,12 @@ class Fault:
     retry_after_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """New tokens of one request. `offset` is the number of tokens sent before these."""
+    """New tokens of one request. `offset` is the number of tokens sent before these.
+
+    Nobody modifies one. It is not frozen, since one is made at each end for each token, and freezing triples the time.
+    """
 
     request: RequestId
     attempt: int
@@ -204,7 +186,7 @@ _KIND_OF = {message_type: kind for kind, message_type in enumerate(_KINDS)}
 
 def encode(message: object) -> bytes:
     """The wire form of any message of this module."""
-    return _packed((_KIND_OF[type(message)], *_fields(message)))
+    return pack((_KIND_OF[type(message)], *fields_of(message)))
 
 
 def decode(raw: bytes) -> Any:
@@ -216,203 +198,4 @@ def decode(raw: bytes) -> Any:
     body = unpack(raw)
     if not isinstance(body, list) or not body or type(body[0]) is not int or not 0 <= body[0] < len(_KINDS):
         raise ProtocolError("not a message: no known kind in front")
-    return _unpack_fields(_KINDS[body[0]], body, start=1)
-
-
-def encode_record(record: object) -> bytes:
-    """The wire form of a dataclass of `shared.types` that travels inside something else, as a worker's info does."""
-    return _packed(_fields(record))
-
-
-def decode_record(record_type: type[Message], raw: bytes) -> Message:
-    """The inverse of `encode_record`, checked as `decode` checks."""
-    body = unpack(raw)
-    if not isinstance(body, list):
-        raise ProtocolError(f"{record_type.__name__}: not an array")
-    record: Message = _unpack_fields(record_type, body, start=0)
-    return record
-
-
-def unpack(raw: bytes) -> Any:
-    """Plain msgpack within this protocol's limits; no extension types."""
-    if len(raw) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"message of {len(raw)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
-    # Each item takes a byte: a header that claims more lies.
-    max_items = min(_MAX_ITEMS, len(raw))
-    # Every level of nesting would be allocated as claimed. Payload may hold these bytes too, so this only sends more
-    # messages through the check than have to.
-    if len(raw) > _HARMLESS_BYTES or max_items * sum(map(raw.count, _LONG_HEADERS)) > _HARMLESS_CLAIMS:
-        _check_num_items(raw)
-    try:
-        return msgpack.unpackb(
-            raw,
-            raw=False,
-            strict_map_key=True,
-            max_array_len=max_items,
-            max_map_len=max_items,
-            max_ext_len=0,
-        )
-    except (ValueError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"not msgpack within limits: {error}") from error
-
-
-def _check_num_items(raw: bytes) -> None:
-    """Raises `ProtocolError` if the headers claim more items than any message has. Allocates nothing for them.
-
-    Takes about 0.1 us an item, so it is for messages that could do harm.
-    """
-    at, num_left, num_items = 0, 1, 1
-    while num_left > 0 and at < len(raw):
-        num_bytes, num_length_bytes, num_fixed, num_for_each = _LAYOUT_OF_HEADER[raw[at]]
-        num_left -= 1
-        at += num_bytes
-        if num_length_bytes or num_fixed:
-            length = num_fixed or int.from_bytes(raw[at - num_length_bytes : at], "big")
-            if num_for_each:
-                num_left += length * num_for_each
-                num_items += length * num_for_each
-                if num_items > _MAX_ITEMS:
-                    raise ProtocolError(f"more than the limit of {_MAX_ITEMS} items in one message")
-            else:
-                at += length
-
-
-def _layout_of_headers() -> tuple[tuple[int, int, int, int], ...]:
-    """For each first byte of an item of msgpack: bytes up to the payload, how many of the last of them tell a length,
-    a length that the first byte itself tells, and items for each unit of length (0: bytes).
-    """
-    layouts = [(1, 0, 0, 0)] * 256
-    for size in range(16):
-        layouts[0x80 + size] = (1, 0, size, 2)
-        layouts[0x90 + size] = (1, 0, size, 1)
-    for size in range(32):
-        layouts[0xA0 + size] = (1, 0, size, 0)
-    for header, num_length_bytes, num_for_each in (
-        (0xC4, 1, 0), (0xC5, 2, 0), (0xC6, 4, 0), (0xD9, 1, 0), (0xDA, 2, 0), (0xDB, 4, 0),
-        (0xDC, 2, 1), (0xDD, 4, 1), (0xDE, 2, 2), (0xDF, 4, 2),
-    ):  # fmt: skip
-        layouts[header] = (1 + num_length_bytes, num_length_bytes, 0, num_for_each)
-    for header, num_bytes in zip(range(0xCA, 0xD4), (4, 8, 1, 2, 4, 8, 1, 2, 4, 8), strict=True):
-        layouts[header] = (1 + num_bytes, 0, 0, 0)
-    # Extension types are left as they are: msgpack refuses the first of them.
-    return tuple(layouts)
-
-
-_LAYOUT_OF_HEADER = _layout_of_headers()
-_LONG_HEADERS = (b"\xdc", b"\xdd", b"\xde", b"\xdf")
-"""Of arrays and maps that tell their length in bytes of its own."""
-
-
-def _packed(body: Any) -> bytes:
-    """msgpack of plain values and, at any depth, dataclasses, which become arrays of their fields."""
-    # A small first buffer: msgpack's own default of 256 KiB costs more than packing most messages.
-    raw: bytes = msgpack.packb(body, default=_fields, buf_size=4096)
-    return raw
-
-
-def _fields(record: Any) -> tuple[Any, ...]:
-    """Values of a dataclass in the order of its fields."""
-    return _getter_of(type(record))(record)  # type: ignore[arg-type]  # mypy: `type[Any]` has no hash
-
-
-@cache
-def _getter_of(record_type: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that gives the values of all fields. Derived once for each type."""
-    names = [field.name for field in dataclasses.fields(record_type)]
-    if len(names) > 1:
-        return attrgetter(*names)
-    single = attrgetter(names[0])
-    return lambda record: (single(record),)
-
-
-def _unpack_fields(message_type: type[Any], body: list[Any], *, start: int) -> Any:
-    decoders, num_required = _decoders_of(message_type)  # type: ignore[arg-type]  # mypy: `type[Any]` has no hash
-    num_given = len(body) - start
-    if not num_required <= num_given <= len(decoders):
-        raise ProtocolError(f"{message_type.__name__}: {num_given} fields, not {num_required} to {len(decoders)}")
-    values = []
-    for (name, plain_types, decode_field), raw in zip(decoders, body[start:], strict=False):
-        if type(raw) in plain_types:
-            values.append(raw)
-            continue
-        try:
-            values.append(decode_field(raw))
-        except (TypeError, ValueError) as error:
-            raise ProtocolError(f"{message_type.__name__}.{name}: {error}") from error
-    try:
-        return message_type(*values)
-    except ValueError as error:
-        raise ProtocolError(f"{message_type.__name__}: {error}") from error
-
-
-_FieldDecoder = tuple[str, frozenset[type[Any]], _Decode]
-
-
-@cache
-def _decoders_of(message_type: Any) -> tuple[list[_FieldDecoder], int]:
-    """Field decoders of a dataclass and how many fields have no default. Derived once for each type.
-
-    A decoder is a field's name, the types whose values stand as they are, and a function for all others.
-    """
-    hints = get_type_hints(message_type)
-    fields = dataclasses.fields(message_type)
-    num_required = sum(field.default is dataclasses.MISSING for field in fields)
-    decoders = [(field.name, _plain_types(hints[field.name]), _decoder(hints[field.name])) for field in fields]
-    return decoders, num_required
-
-
-def _plain_types(hint: Any) -> frozenset[type[Any]]:
-    """Types of raw values that need no conversion to be of the annotated type."""
-    if isinstance(hint, NewType):
-        return _plain_types(hint.__supertype__)
-    if get_origin(hint) in (Union, types.UnionType):
-        return frozenset().union(*map(_plain_types, get_args(hint)))
-    return frozenset({hint}) if hint in (str, bytes, int, bool, types.NoneType) else frozenset()
-
-
-def _decoder(hint: Any) -> _Decode:
-    """A function that checks and converts one value of the annotated type."""
-    if isinstance(hint, NewType):
-        return _decoder(hint.__supertype__)
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        (inner_hint,) = (arg for arg in get_args(hint) if arg is not type(None))
-        inner = _decoder(inner_hint)
-        return lambda raw: None if raw is None else inner(raw)
-    if origin is tuple:
-        return _tuple_decoder(get_args(hint)[0])
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        record_type = hint
-        return lambda raw: _unpack_fields(record_type, _expect(raw, list), start=0)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return hint
-    if hint is float:
-        return _decode_float
-    return lambda raw: _expect(raw, hint)
-
-
-def _tuple_decoder(item_hint: Any) -> _Decode:
-    if item_hint is int:
-        # Token ids are the bulk of all traffic: one set of types instead of one call for each id.
-        def decode_ints(raw: Any) -> tuple[int, ...]:
-            if type(raw) is not list or not set(map(type, raw)) <= {int}:
-                raise TypeError("not an array of integers")
-            return tuple(raw)
-
-        return decode_ints
-    item = _decoder(item_hint)
-    return lambda raw: tuple([item(value) for value in _expect(raw, list)])
-
-
-def _decode_float(raw: Any) -> float:
-    number = float(raw) if type(raw) is int else _expect(raw, float)
-    if not math.isfinite(number):
-        # One NaN makes every comparison of costs false: one bad worker would spoil all decisions.
-        raise ValueError(f"{number} is not a finite number")
-    return float(number)
-
-
-def _expect(raw: Any, wanted: type) -> Any:
-    if type(raw) is not wanted:
-        raise TypeError(f"{type(raw).__name__} instead of {wanted.__name__}")
-    return raw
+    return from_fields(_KINDS[body[0]], body[1:])

@@ -13,9 +13,9 @@ from typing import Any
 import ray
 import ray.util
 
-from shared.messages import encode_record
 from shared.telemetry import set_up_logging
 from shared.types import WorkerInfo
+from shared.wire import encode_record
 from worker.process import Worker, WorkerOptions
 
 logger = logging.getLogger(__name__)

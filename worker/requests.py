@@ -146,7 +146,7 @@ class EngineRequests:
         deltas = self._engine.generate(live.engine_request)
         try:
             async for delta in deltas:
-                while live.session.is_full:
+                if live.session.is_full:
                     await live.session.room()
                 self._pass_on(live, delta)
         finally:

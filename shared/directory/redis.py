@@ -35,8 +35,8 @@ from shared.directory.connection import Command, StoreConnection, as_text, is_ma
 from shared.directory.redis_feed import RedisFeed
 from shared.errors import DirectoryUnavailable, ProtocolError
 from shared.hashing import KEY_SIZE_BYTES
-from shared.messages import decode_record, encode_record
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
+from shared.wire import decode_record, encode_record
 
 _SCRIPTS = (
     *("register", "heartbeat", "announce", "apply", "stage", "commit", "set_draining", "forget"),

@@ -35,8 +35,8 @@ from shared.directory.pin_board import (
     full_board,
 )
 from shared.errors import ConfigError, DirectoryUnavailable, ProtocolError
-from shared.messages import decode_record, encode_record
 from shared.types import CacheScheme, WorkerId
+from shared.wire import decode_record, encode_record
 
 logger = logging.getLogger(__name__)
 

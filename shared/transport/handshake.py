@@ -17,7 +17,6 @@ from typing import TypeVar
 
 from shared.errors import AuthenticationFailed, ProtocolError, WorkerLost
 from shared.messages import (
-    MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Challenge,
     Hello,
@@ -28,6 +27,7 @@ from shared.messages import (
 )
 from shared.transport.base import Channel
 from shared.types import Instance, RouterId, WorkerId
+from shared.wire import MAX_MESSAGE_BYTES
 
 SESSION_BYTES = 16
 _NONCE_BYTES = 32

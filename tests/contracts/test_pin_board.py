@@ -22,8 +22,8 @@ from shared.directory.pin_board import (
 )
 from shared.errors import ConfigError, DirectoryUnavailable, PinRefused
 from shared.hashing import pack_tokens
-from shared.messages import encode_record
 from shared.types import WorkerId
+from shared.wire import encode_record
 from tests.support.servers import redis_cluster, redis_server, secured_server
 from tests.support.stores import (
     SCHEME,

@@ -16,8 +16,8 @@ from shared.directory.embedded import EmbeddedStore
 from shared.directory.memory import MemoryDirectory
 from shared.directory.redis import RedisDirectory
 from shared.errors import ConfigError, DirectoryUnavailable
-from shared.messages import encode_record
 from shared.types import WorkerId
+from shared.wire import encode_record
 from tests.support.stores import (
     LONG_LEASE_S,
     PATIENT_S,

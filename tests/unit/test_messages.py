@@ -12,7 +12,6 @@ import pytest
 from shared.errors import ProtocolError
 from shared.hashing import pack_tokens
 from shared.messages import (
-    MAX_MESSAGE_BYTES,
     Ack,
     Cancel,
     Challenge,
@@ -27,10 +26,7 @@ from shared.messages import (
     Submit,
     Welcome,
     decode,
-    decode_record,
     encode,
-    encode_record,
-    unpack,
 )
 from shared.types import (
     CacheScheme,
@@ -44,6 +40,7 @@ from shared.types import (
     WorkerInfo,
     WorkerStatus,
 )
+from shared.wire import MAX_MESSAGE_BYTES, decode_record, encode_record, unpack
 
 INSTANCE = Instance("0" * 32)
 SUBMIT = Submit(

@@ -1,0 +1,146 @@
+"""Measures the connection of a router and a worker: what a streamed token, a frame and a submit cost both ends.
+
+Both ends live in one process and speak over a real Unix socket, so that the process's CPU time is that of both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import cast
+
+from shared.hashing import pack_tokens
+from shared.transport.base import DeltaStream
+from shared.transport.channel import open_channel
+from shared.transport.client import ChannelClient
+from shared.types import FinishReason, Instance, RequestId, RouterId, Sampling, WorkerId
+from worker.engines.base import Engine, EngineDelta, EngineInfo, EngineRequest, EngineStats, StepFit
+from worker.host import WorkerHost
+
+_SEED = 0
+_NUM_STREAMS = 64
+_PROMPT_TOKENS = 8192
+_WORKER = WorkerId("bench")
+_STEP_S = 0.01
+"""As fast as an engine may step before tokens of two steps share a frame."""
+_INSTANCE = Instance("0" * 32)
+_SECRET = b"bench"
+
+
+async def measure(
+    say: Callable[[str], None], *, num_rounds: int = 7, num_steps: int = 200, num_submits: int = 200
+) -> dict[str, float]:
+    """All figures by name. Times are CPU times of both ends together, the stand-in for an engine included."""
+    engine = _SteadyEngine()
+    # Of the engine protocol it has what a host without pins or audits asks for.
+    host = WorkerHost(cast(Engine, engine), await engine.start(), worker=_WORKER, instance=_INSTANCE, secret=_SECRET)
+    with tempfile.TemporaryDirectory(prefix="kvroute-") as folder:
+        address = await host.listen(f"unix:{Path(folder) / 'socket'}")
+        connect = partial(open_channel, address)
+        client = ChannelClient(_WORKER, _INSTANCE, RouterId("bench"), _SECRET, connect, rng=random.Random(_SEED))
+        await client.connect()
+        try:
+            say(f"{_NUM_STREAMS} streams get a token each step")
+            figures = await _measure_streams(client, engine, num_rounds, num_steps)
+            say(f"{num_submits} prompts of {_PROMPT_TOKENS} tokens are submitted")
+            return {"seed": float(_SEED), **figures, "submit_us": await _measure_submits(client, engine, num_submits)}
+        finally:
+            await client.close()
+            await host.close()
+
+
+async def _measure_streams(
+    client: ChannelClient, engine: _SteadyEngine, num_rounds: int, num_steps: int
+) -> dict[str, float]:
+    rounds = [await _stream_once(client, engine, index, num_steps) for index in range(num_rounds)]
+    return {
+        "num_streams": float(_NUM_STREAMS),
+        "frame_us": 1e6 * _NUM_STREAMS / median(rounds),
+        "tokens_per_s_per_core": median(rounds),
+        "tokens_per_s_per_core_min": min(rounds),
+        "tokens_per_s_per_core_max": max(rounds),
+    }
+
+
+async def _stream_once(client: ChannelClient, engine: _SteadyEngine, number: int, num_steps: int) -> float:
+    """Tokens for each second of CPU time."""
+    first = number * _NUM_STREAMS
+    streams = [
+        _submit(client, first + index, num_prompt_tokens=64, max_tokens=num_steps) for index in range(_NUM_STREAMS)
+    ]
+    readers = asyncio.gather(*map(_read, streams))
+    for _ in streams:
+        await engine.started.get()
+    loop = asyncio.get_running_loop()
+    due_s, started_cpu_s = loop.time(), time.process_time()
+    for _ in range(num_steps):
+        engine.step()
+        due_s += _STEP_S
+        await asyncio.sleep(due_s - loop.time())
+    num_tokens = sum(await readers)
+    return num_tokens / (time.process_time() - started_cpu_s)
+
+
+async def _measure_submits(client: ChannelClient, engine: _SteadyEngine, num_submits: int) -> float:
+    """CPU microseconds from a submit until its router has heard the only token, one after the other."""
+    times_s = []
+    for index in range(num_submits):
+        started_cpu_s = time.process_time()
+        reader = asyncio.create_task(_read(_submit(client, -1 - index, num_prompt_tokens=_PROMPT_TOKENS, max_tokens=1)))
+        await engine.started.get()
+        engine.step()
+        await reader
+        times_s.append(time.process_time() - started_cpu_s)
+    return 1e6 * median(times_s)
+
+
+def _submit(client: ChannelClient, index: int, *, num_prompt_tokens: int, max_tokens: int) -> DeltaStream:
+    prompt = pack_tokens([random.Random(index).randrange(30_000)] * num_prompt_tokens)
+    return client.submit(RequestId(f"request-{index}"), 1, prompt, Sampling(max_tokens=max_tokens))
+
+
+async def _read(stream: DeltaStream) -> int:
+    """Number of tokens of one answer."""
+    return sum([len(delta.token_ids) async for delta in stream])
+
+
+class _SteadyEngine:
+    """Gives each request one token for each `step`. As cheap as it can be, and without any cache."""
+
+    def __init__(self) -> None:
+        self.started: asyncio.Queue[RequestId] = asyncio.Queue()
+        """Requests that wait for their first step."""
+        self._request_to_next_step: dict[RequestId, asyncio.Future[None]] = {}
+
+    def step(self) -> None:
+        """Compute one token for everybody."""
+        for next_step in self._request_to_next_step.values():
+            if not next_step.done():
+                next_step.set_result(None)
+
+    async def start(self) -> EngineInfo:
+        return EngineInfo("steady", 1 << 20, _NUM_STREAMS, 1 << 20, 1 << 20, "none")
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        loop = asyncio.get_running_loop()
+        name = request.request
+        self.started.put_nowait(name)
+        try:
+            for num_left in range(request.sampling.max_tokens, 0, -1):
+                self._request_to_next_step[name] = loop.create_future()
+                await self._request_to_next_step[name]
+                yield EngineDelta((num_left,), FinishReason.LENGTH if num_left == 1 else None)
+        finally:
+            self._request_to_next_step.pop(name, None)
+
+    async def cancel(self, request: RequestId) -> None:
+        """Every request runs to its end here."""
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self._request_to_next_step), 0, 0, StepFit())
