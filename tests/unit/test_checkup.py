@@ -468,6 +468,8 @@ def test_a_store_that_is_away_is_told_and_ends_with_1(tmp_path: Path, capsys: py
     assert [worker["state"] for worker in state["workers"]] == ["unknown"]
     assert cli.main(["doctor", "--run-dir", str(tmp_path)]) == 1
     assert "store: does not answer: health: ConnectionError" in capsys.readouterr().out
+    assert cli.main(["status", "--json", "--run-dir", str(tmp_path)]) == 0
+    assert [worker["state"] for worker in json.loads(capsys.readouterr().out)["workers"]] == ["unknown"]
     assert cli.main(["directory", "size", "--run-dir", str(tmp_path)]) == 1
     assert "error: sizes" in capsys.readouterr().err
 
