@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 async def check_up(run: Run, settings: Settings, parity_key: bytes, *, is_repair: bool, say: Say) -> dict[str, Any]:
-    """Examine a deployment, repair it where that is asked for and examine it again; what `doctor --json` prints.
+    """Examine a deployment, and have it repaired and look again if that is asked for; what `doctor --json` prints.
 
     Raises `ConfigError` where the store refuses the user.
     """
@@ -44,7 +44,8 @@ async def check_up(run: Run, settings: Settings, parity_key: bytes, *, is_repair
             repaired = await doctor.repair(findings)
             for line in repaired or ["nothing here can be repaired from here"]:
                 say(line)
-            findings = await doctor.examine()
+            if repaired:
+                findings = await doctor.examine()
     return _state(findings, repaired)
 
 
@@ -62,7 +63,6 @@ async def _doctor(run: Run, settings: Settings, parity_key: bytes) -> AsyncItera
             await directory.connect()
         except DirectoryUnavailable as error:
             connect_error = str(error)
-        mirror.start()
         survey = StoreSurvey(run.redis_url, scheme, deadline_s=TOOL_DEADLINE_S)
         stack.push_async_callback(survey.close)
         yield Doctor(

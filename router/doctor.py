@@ -25,6 +25,10 @@ DEFAULT_NUM_LOOKS = 3
 class MirrorCopy(Protocol):
     """A mirror of the store, as far as a doctor looks at it."""
 
+    def start(self) -> None:
+        """Follow the store from now on. Called once, after the store has answered."""
+        ...
+
     async def caught_up(self) -> None:
         """Return once every worker is in the mirror."""
         ...
@@ -71,6 +75,7 @@ class Doctor:
         self._workers = list(workers)
         self._survey = survey
         self._mirror = mirror
+        self._is_mirror_started = False
         self._inspect = inspect
         self._parity_key = parity_key
         self._connect_error = connect_error
@@ -138,9 +143,14 @@ class Doctor:
             findings.leftovers = None
 
     async def _can_be_followed(self) -> bool:
-        """Whether a mirror can come to stand where the store does: it never does at a stream that is none."""
-        held = await asyncio.gather(*map(self._survey.holding, self._workers), return_exceptions=True)
-        return not any(isinstance(one, Holding) and "events" in one.spoilt for one in held)
+        """Whether a mirror can come to stand where the store does: it never does at a stream that stays none."""
+        for num_looks in range(self._num_looks):
+            if num_looks:
+                await asyncio.sleep(self._pause_s)
+            held = await asyncio.gather(*map(self._survey.holding, self._workers), return_exceptions=True)
+            if not any(isinstance(one, Holding) and "events" in one.spoilt for one in held):
+                return True
+        return False
 
     async def _await_mirror(self, findings: Findings) -> float | None:
         """How long the mirror takes to stand where the store stands; `None` past all patience."""
@@ -148,6 +158,9 @@ class Doctor:
             return None
         clock = asyncio.get_running_loop().time
         begin_s = clock()
+        if not self._is_mirror_started:
+            self._is_mirror_started = True
+            self._mirror.start()
         if not await self._is_level(self._mirror):
             findings.mirror_error = f"does not stand where the store does within {self._answer_s:g} s"
             return None

@@ -164,7 +164,7 @@ def _problems_of(server: ServerHealth) -> list[str]:
     if server.may_evict:
         found.append(f"throws out keys when it is full ({server.eviction_policy}); set maxmemory-policy noeviction")
     if server.is_nearly_full:
-        found.append(f"its memory is nearly full: {server.used_memory_bytes} of {server.max_memory_bytes} bytes")
+        found.append(f"has little memory left: it uses {server.used_memory_bytes} of {server.max_memory_bytes} bytes")
     if server.is_nearly_out_of_clients:
         found.append(f"soon turns connections away: {server.num_clients} of {server.max_clients} clients")
     if server.is_save_failing:

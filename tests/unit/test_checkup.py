@@ -196,9 +196,10 @@ async def test_a_key_of_a_wrong_type_is_found_and_mended(ward: Ward, kind: str) 
     assert f"w0: the store holds something else than it should under {kind}" in state["problems"]
     assert [worker["spoilt"] for worker in state["workers"]] == [[kind], []]
     assert state["workers"][1]["num_in_store"] == 10
-    state = await ward.check_up(is_repair=True)
+    state = await ward.check_up(is_repair=True, is_patient=True)
     assert state["repaired"] == ["w0: publishes its engine's 10 blocks anew"]
     assert (state["is_healthy"], state["problems"]) == (True, [])
+    assert [worker["num_in_mirror"] for worker in state["workers"]] == [10, 10]
     assert await ward.directory.resident(WorkerId("w0")) == set(keys(range(10)))
 
 
@@ -237,7 +238,7 @@ async def test_a_store_that_is_full_is_told_with_what_it_holds(ward: Ward) -> No
         await ward.client.config_set("maxmemory", 0)
     assert not state["is_healthy"]
     assert state["problems"][0].startswith("store: cannot be used: connect: OutOfMemoryError: command not allowed")
-    assert "its memory is nearly full: " in state["problems"][1]
+    assert "has little memory left: it uses " in state["problems"][1]
     assert [worker["num_in_store"] for worker in state["workers"]] == [10, 10]
 
 

@@ -97,9 +97,14 @@ class FakeMirror:
         self._ward = ward
         self.change: Callable[[set[BlockKey]], Set[BlockKey]] = lambda held: held
         self.delay_s = 0.0
+        self.num_starts = 0
         self.absent: set[WorkerId] = set()
 
+    def start(self) -> None:
+        self.num_starts += 1
+
     async def caught_up(self) -> None:
+        assert self.num_starts == 1
         await asyncio.sleep(self.delay_s)
 
     def mirrored(self, worker: WorkerId) -> Set[BlockKey] | None:
@@ -521,7 +526,7 @@ def test_values_that_can_be_no_block_are_told() -> None:
         ),
         (
             replace(SERVER, max_memory_bytes=1_000_000, used_memory_bytes=900_000),
-            "its memory is nearly full: 900000 of 1000000 bytes",
+            "has little memory left: it uses 900000 of 1000000 bytes",
         ),
         (replace(SERVER, num_clients=95, max_clients=100), "soon turns connections away: 95 of 100 clients"),
         (replace(SERVER, is_save_failing=True), "cannot save to its disk, and may take no writes until it can"),
