@@ -99,15 +99,18 @@ class Doctor:
         return findings
 
     async def repair(self, findings: Findings) -> list[str]:
-        """Mend what was found, as far as it can be; what was done. Raises `DirectoryUnavailable`."""
-        done = []
-        for worker in findings.leftovers or ():
-            num_keys = await self._survey.reap(worker)
-            done.append(f"{worker}: dropped {counted(num_keys, 'key')} that nobody owned")
+        """Mend what was found, as far as it can be; what was done of it and what was not."""
+        done = [f"{worker}: {await self._drop_leftover(worker)}" for worker in findings.leftovers or ()]
         for found in findings.workers:
             if found.is_repairable:
                 done.append(f"{found.worker}: {await self._repair_worker(found.worker)}")
         return done
+
+    async def _drop_leftover(self, worker: WorkerId) -> str:
+        try:
+            return f"dropped {counted(await self._survey.reap(worker), 'key')} that nobody owned"
+        except DirectoryUnavailable as error:
+            return f"not dropped, since the store does not answer: {error}"
 
     async def _repair_worker(self, worker: WorkerId) -> str:
         try:

@@ -81,6 +81,8 @@ class FakeSurvey:
         return list(self.left)
 
     async def reap(self, worker: WorkerId) -> int:
+        if worker in self.away:
+            raise DirectoryUnavailable("reap: no answer within 10 s")
         self.left.remove(worker)
         return 2
 
@@ -637,12 +639,15 @@ def test_a_repair_of_what_has_gone_away_meanwhile_is_told_and_the_others_are_men
             found.store(worker).update(keys([100]))
         doctor = found.doctor()
         findings = await doctor.examine()
-        found.survey.away.add(W1)
+        found.survey.away.update((W1, WorkerId("gone")))
+        findings.leftovers = [WorkerId("gone")]
         assert await doctor.repair(findings) == [
+            "gone: not dropped, since the store does not answer: reap: no answer within 10 s",
             "w1: not repaired, since the store does not answer: holding: no answer within 10 s",
             "w2: publishes its engine's 10 blocks anew",
         ]
         found.survey.away.clear()
+        findings.leftovers = None
         del found.directory._entry_of[W1]
         assert (await doctor.repair(findings))[0] == "w1: not repaired, since it holds no lease"
 
