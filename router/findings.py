@@ -101,9 +101,9 @@ class WorkerFindings:
         if self.is_mirrored is False:
             found.append("a mirror of the store does not show it, so that routers may not know what it holds")
         if self.is_stuck:
-            waiting = f"{counted(self.num_pending, 'change')} wait" if self.num_pending else "a snapshot waits"
-            since = "" if self.lag_s is None else f", the oldest for {self.lag_s:.1f} s"
-            found.append(f"its publisher does not get through to the store; {waiting}{since}")
+            waiting = counted(self.num_pending, "change") if self.num_pending else "a snapshot"
+            age = "" if self.lag_s is None else f", up to {self.lag_s:.1f} s old"
+            found.append(f"its publisher does not get through to the store with {waiting}{age}")
         return found
 
     def note(self) -> str:

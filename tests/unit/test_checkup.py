@@ -233,6 +233,7 @@ async def test_values_that_are_no_block_keys_are_found_and_mended(ward: Ward) ->
 async def test_a_store_that_is_full_is_told_with_what_it_holds(ward: Ward) -> None:
     await ward.client.config_set("maxmemory", 1000)
     try:
+        ward.name_to_worker["w0"].hold(keys([10]))
         state = await ward.check_up()
     finally:
         await ward.client.config_set("maxmemory", 0)
@@ -240,6 +241,11 @@ async def test_a_store_that_is_full_is_told_with_what_it_holds(ward: Ward) -> No
     assert state["problems"][0].startswith("store: cannot be used: connect: OutOfMemoryError: command not allowed")
     assert "has little memory left: it uses " in state["problems"][1]
     assert [worker["num_in_store"] for worker in state["workers"]] == [10, 10]
+    assert [(worker["num_missing"], worker["is_stuck"]) for worker in state["workers"]] == [(1, True), (0, False)]
+    assert state["problems"][-1].startswith("w0: its publisher does not get through to the store with 1 change, up to ")
+    assert [worker["lag_s"] > 0 for worker in state["workers"]] == [True, False]
+    await ward.quiet()
+    assert [worker["lag_s"] for worker in (await ward.check_up())["workers"]] == [0.0, 0.0]
 
 
 async def test_a_repair_goes_by_the_engine_and_not_by_its_publisher(ward: Ward) -> None:

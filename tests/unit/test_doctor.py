@@ -363,7 +363,7 @@ def test_a_publisher_that_does_not_get_through_is_told_and_one_that_does_is_not(
         moving.before_answer = publish
 
     problems, findings, _ = problems_of(prepare)
-    assert problems == ["w1: its publisher does not get through to the store; 5 changes wait, the oldest for 12.3 s"]
+    assert problems == ["w1: its publisher does not get through to the store with 5 changes, up to 12.3 s old"]
     assert [worker.is_stuck for worker in findings.workers] == [True, False]
     assert [worker.lag_s for worker in findings.workers] == [12.34, 12.34]
 
@@ -404,7 +404,7 @@ def test_a_snapshot_that_stands_still_is_told() -> None:
     problems, findings, _ = problems_of(lambda found: (loading(found, num_steps=2), halt(found))[0])
     assert problems == [
         "w1: 10 missing blocks, which the engine holds and the store does not show",
-        "w1: its publisher does not get through to the store; a snapshot waits, the oldest for 1.0 s",
+        "w1: its publisher does not get through to the store with a snapshot, up to 1.0 s old",
     ]
     assert (findings.workers[0].state, findings.workers[0].is_repairable) == ("ready", True)
 
