@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from router.doctor import Doctor, Findings, WorkerFindings
+from router.doctor import Doctor
+from router.findings import Findings
 from router.runfile import Run
 from router.tables import or_dash, table
 from shared.config import Settings
-from shared.directory import connect_directory
 from shared.directory.mirrored import MirroredDirectory
+from shared.directory.redis import RedisDirectory
 from shared.directory.survey import StoreSurvey
 from shared.errors import DirectoryUnavailable
 from shared.transport.channel import open_channel
@@ -30,46 +31,47 @@ Say = Callable[[str], None]
 
 
 async def check_up(run: Run, settings: Settings, parity_key: bytes, *, is_repair: bool, say: Say) -> dict[str, Any]:
-    """Examine a deployment, repair it where that is asked for and examine it again; what `doctor --json` prints."""
-    try:
-        async with _doctor(run, settings, parity_key) as doctor:
-            findings = await doctor.examine()
-            repaired: list[str] = []
-            if is_repair and not findings.is_healthy:
-                for problem in findings.problems:
-                    say(problem)
-                repaired = await doctor.repair(findings)
-                for line in repaired or ["nothing here can be repaired from here"]:
-                    say(line)
+    """Examine a deployment, and have it repaired and look again if that is asked for; what `doctor --json` prints.
+
+    Raises `ConfigError` where the store refuses the user.
+    """
+    async with _doctor(run, settings, parity_key) as doctor:
+        findings = await doctor.examine()
+        repaired: list[str] = []
+        if is_repair and not findings.is_healthy:
+            for problem in findings.problems:
+                say(problem)
+            repaired = await doctor.repair(findings)
+            for line in repaired or ["nothing here can be repaired from here"]:
+                say(line)
+            if repaired:
                 findings = await doctor.examine()
-    except DirectoryUnavailable as error:
-        findings, repaired = _without_store(run, error), []
     return _state(findings, repaired)
 
 
 @contextlib.asynccontextmanager
 async def _doctor(run: Run, settings: Settings, parity_key: bytes) -> AsyncIterator[Doctor]:
-    """Raises `DirectoryUnavailable` where the store does not answer."""
+    """A doctor and all that it looks at; a store that is away is for it to find."""
     scheme = CacheScheme(settings.model_name, settings.block_size)
     name = f"doctor-{secrets.token_hex(4)}"
     async with contextlib.AsyncExitStack() as stack:
-        directory = await connect_directory(
-            run.redis_url,
-            scheme,
-            match_deadline_s=TOOL_DEADLINE_S,
-            publish_deadline_s=TOOL_DEADLINE_S,
-            reader=name,
-        )
-        stack.push_async_callback(directory.close)
+        directory = RedisDirectory(run.redis_url, scheme)
+        mirror = MirroredDirectory(directory, directory.feed(name))
+        stack.push_async_callback(mirror.close)
+        connect_error = ""
+        try:
+            await directory.connect()
+        except DirectoryUnavailable as error:
+            connect_error = str(error)
         survey = StoreSurvey(run.redis_url, scheme, deadline_s=TOOL_DEADLINE_S)
         stack.push_async_callback(survey.close)
         yield Doctor(
             map(WorkerId, run.workers),
-            directory,
-            directory if isinstance(directory, MirroredDirectory) else None,
             survey,
+            mirror,
             functools.partial(_inspect, RouterId(name), bytes.fromhex(run.secret)),
             parity_key=parity_key,
+            connect_error=connect_error,
             # Past this a publisher whose call failed has tried again.
             pause_s=Settings(**run.settings).heartbeat_s,
             answer_s=_ANSWER_S,
@@ -81,19 +83,16 @@ async def _inspect(router: RouterId, secret: bytes, info: WorkerInfo, is_repair:
     return await inspect_worker(connect, info.worker, info.instance, router, secret, is_repair=is_repair)
 
 
-def _without_store(run: Run, error: DirectoryUnavailable) -> Findings:
-    workers = [WorkerFindings(WorkerId(worker), "unknown") for worker in run.workers]
-    return Findings(workers=workers, store_error=str(error))
-
-
 def _state(findings: Findings, repaired: list[str]) -> dict[str, Any]:
     return {
         "is_healthy": findings.is_healthy,
         "problems": findings.problems,
+        "notes": findings.notes,
         "repaired": repaired,
         "store": {
             "is_reachable": not findings.store_error,
             "error": findings.store_error,
+            "connect_error": findings.connect_error,
             "servers": [{**asdict(server), "may_evict": server.may_evict} for server in findings.servers],
             "leftovers": findings.leftovers,
         },
@@ -102,7 +101,7 @@ def _state(findings: Findings, repaired: list[str]) -> dict[str, Any]:
             "lag_s": findings.mirror_lag_s,
             "error": findings.mirror_error,
         },
-        "workers": [asdict(found) for found in findings.workers],
+        "workers": [{**asdict(found), "spoilt": list(found.spoilt)} for found in findings.workers],
     }
 
 
@@ -111,15 +110,14 @@ def check_up_text(state: Mapping[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [
         (
             "worker", "state", "parity", "engine", "store", "mirror", "phantom", "missing", "mismatched", "moving",
-            "pending", "batch", "lease", "drifts",
+            "pending", "lag", "batch", "lease", "drifts",
         )
     ]  # fmt: skip
     for worker in state["workers"]:
-        lease_s = worker["lease_left_s"]
-        batches = f"{or_dash(worker['store_seq'])}/{or_dash(worker['seq'])}"
         cells = [worker[name] for name in ("worker", "state", "parity", "num_resident", "num_in_store")]
         cells += [worker[f"num_{name}"] for name in ("in_mirror", "phantom", "missing", "mismatched", "moving")]
-        cells += [worker["num_pending"], batches, None if lease_s is None else f"{lease_s:.1f} s"]
+        cells += [worker["num_pending"], _seconds(worker["lag_s"])]
+        cells += [f"{or_dash(worker['store_seq'])}/{or_dash(worker['seq'])}", _seconds(worker["lease_left_s"])]
         rows.append(tuple(map(or_dash, [*cells, worker["num_drifts"]])))
     parts = [table(rows)]
     if state["store"]["servers"]:
@@ -129,17 +127,30 @@ def check_up_text(state: Mapping[str, Any]) -> str:
         parts.append(f"mirror: loaded in {mirror['load_s']:.3f} s, level with the store within {mirror['lag_s']:.3f} s")
     if state["repaired"]:
         parts.append("\n".join(f"repaired: {line}" for line in state["repaired"]))
-    parts.append("\n".join(state["problems"]) if state["problems"] else "all is well")
+    if state["notes"]:
+        parts.append("\n".join(state["notes"]))
+    parts.append("\n".join(state["problems"]) or ("nothing else is amiss" if state["notes"] else "all is well"))
     return "\n\n".join(parts)
 
 
-_SERVER_HEAD = ("store", "ping", "memory", "limit", "when full", "evicted", "role", "keys")
+_SERVER_HEAD = (
+    "store", "version", "role", "ping p50", "memory", "limit", "when full", "evicted", "keys", "clients", "saves",
+)  # fmt: skip
 
 
 def _server_row(server: Mapping[str, Any]) -> tuple[str, ...]:
-    cells = [server["version"], f"{server['ping_s'] * 1e6:.0f} us", _mib(server["used_memory_bytes"])]
-    cells += [_mib(server["max_memory_bytes"]), server["eviction_policy"], server["num_evicted"]]
-    return tuple(map(or_dash, [*cells, server["role"], server["num_keys"]]))
+    ping_s, is_failing = server["ping_p50_s"], server["is_save_failing"]
+    cells = [server["name"], server["version"], server["role"], None if ping_s is None else f"{ping_s * 1e6:.0f} us"]
+    cells += [_mib(server["used_memory_bytes"]), _mib(server["max_memory_bytes"]), server["eviction_policy"]]
+    cells += [server["num_evicted"], server["num_keys"]]
+    cells.append(None if server["num_clients"] is None else f"{server['num_clients']}/{or_dash(server['max_clients'])}")
+    saves = "append-only file" if server["has_append_only_file"] else "ok"
+    cells.append(None if is_failing is None else "failing" if is_failing else saves)
+    return tuple(map(or_dash, cells))
+
+
+def _seconds(duration_s: float | None) -> str | None:
+    return None if duration_s is None else f"{duration_s:.1f} s"
 
 
 def _mib(num_bytes: int | None) -> str | None:

@@ -197,7 +197,7 @@ async def _directory(call: Invocation) -> int:
         run = _running(call)
         state = await holdings.directory_size(run, _with_run(call.settings, run))
         call.show(json.dumps(state) if is_json else holdings.size_text(state))
-        return EXIT_OK
+        return EXIT_FAILURE if any(worker["error"] for worker in state["workers"]) else EXIT_OK
     prompt = await asyncio.to_thread(read_prompt, call.own)
     run = _running(call)
     settings = _with_run(call.settings, run)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Set
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from router.comparison import Comparison
+from router.findings import Findings, WorkerFindings
 from router.tables import counted
-from shared.directory.base import Directory, WorkerRecord
-from shared.directory.survey import ServerHealth, Survey
+from shared.directory.base import WorkerRecord
+from shared.directory.survey import Holding, Survey
 from shared.errors import DirectoryUnavailable, KvrouteError
 from shared.transport.inspection import Inspected
-from shared.types import BlockKey, WorkerId, WorkerInfo
+from shared.types import BlockKey, Epoch, WorkerId, WorkerInfo
 
 DEFAULT_NUM_LOOKS = 3
 """Looks at a worker that differs: what is on its way has arrived between two of them."""
@@ -24,6 +24,10 @@ DEFAULT_NUM_LOOKS = 3
 
 class MirrorCopy(Protocol):
     """A mirror of the store, as far as a doctor looks at it."""
+
+    def start(self) -> None:
+        """Follow the store from now on. Called once, after the store has answered."""
+        ...
 
     async def caught_up(self) -> None:
         """Return once every worker is in the mirror."""
@@ -34,104 +38,18 @@ class MirrorCopy(Protocol):
         ...
 
 
+class _Place(NamedTuple):
+    """Where a publisher stands: equal at several looks, it does not come on."""
+
+    epoch: Epoch
+    seq: int
+    num_pending: int
+    is_quiet: bool
+    num_staged: int
+
+
 Inspect = Callable[[WorkerInfo, bool], Awaitable[Inspected]]
 """Asks one worker; with the flag, to publish its engine's account first. Raises `OSError` or `KvrouteError`."""
-
-
-@dataclass(slots=True)
-class WorkerFindings:
-    """What was found about one worker. `None` is what could not be found out."""
-
-    worker: WorkerId
-    state: str
-    """`ready`, `draining`, `silent` or `no lease`."""
-    error: str = ""
-    """Why it is silent."""
-    epoch: str | None = None
-    lease_left_s: float | None = None
-    parity: str | None = None
-    """`ok`, `mismatch`, or `none` for an engine that says itself that block keys do not describe its cache."""
-    num_running: int | None = None
-    num_resident: int | None = None
-    """Blocks in the engine."""
-    num_in_store: int | None = None
-    num_in_mirror: int | None = None
-    num_phantom: int | None = None
-    num_missing: int | None = None
-    num_mismatched: int | None = None
-    num_moving: int | None = None
-    num_looks: int = 0
-    seq: int | None = None
-    """Last batch that the publisher knows to be applied."""
-    store_seq: int | None = None
-    num_pending: int | None = None
-    is_stuck: bool = False
-    """Whether the publisher had something to tell at every look, and nothing moved between them."""
-    num_audits: int | None = None
-    num_drifts: int | None = None
-
-    @property
-    def is_repairable(self) -> bool:
-        """Whether a snapshot of the engine's account may help."""
-        return bool(self.num_phantom or self.num_missing or self.num_mismatched or self.is_stuck)
-
-    def problems(self) -> list[str]:
-        """What is wrong, each in one sentence."""
-        found = []
-        if self.state == "no lease":
-            found.append("holds no lease")
-        if self.state == "silent":
-            found.append(f"does not answer: {self.error}")
-        if self.parity == "mismatch":
-            found.append("its block keys are not this router's: model, block size, tokenizer or chat template differ")
-        if self.num_phantom:
-            phantom = counted(self.num_phantom, "phantom block")
-            found.append(f"{phantom}, which the store shows and the engine does not hold")
-        if self.num_missing:
-            missing = counted(self.num_missing, "missing block")
-            found.append(f"{missing}, which the engine holds and the store does not show")
-        if self.num_mismatched:
-            differ = "1 block differs" if self.num_mismatched == 1 else f"{self.num_mismatched} blocks differ"
-            found.append(f"{differ} between the store and a mirror of it")
-        if self.is_stuck:
-            found.append(f"its publisher does not get through to the store; {self.num_pending} changes wait")
-        return [f"{self.worker}: {problem}" for problem in found]
-
-
-@dataclass(slots=True)
-class Findings:
-    """What one examination has found."""
-
-    workers: list[WorkerFindings] = field(default_factory=list)
-    servers: list[ServerHealth] = field(default_factory=list)
-    leftovers: list[WorkerId] | None = None
-    """Ids without a lease that hold something for ever; `None` where this user may not look."""
-    store_error: str = ""
-    mirror_load_s: float | None = None
-    mirror_lag_s: float | None = None
-    """Until the mirror stood where the store did when it was asked, after all looks."""
-    mirror_error: str = ""
-
-    @property
-    def problems(self) -> list[str]:
-        found = []
-        if self.store_error:
-            found.append(f"store: does not answer: {self.store_error}")
-        for server in self.servers:
-            if server.may_evict:
-                rule = server.eviction_policy
-                found.append(f"store: throws out keys when it is full ({rule}); set maxmemory-policy noeviction")
-            if server.role not in (None, "master"):
-                found.append(f"store: the server is a {server.role}, not a primary")
-        if self.leftovers:
-            found.append(f"store: holds what nobody owns: {', '.join(self.leftovers)}")
-        if self.mirror_error:
-            found.append(f"mirror: {self.mirror_error}")
-        return found + [problem for worker in self.workers for problem in worker.problems()]
-
-    @property
-    def is_healthy(self) -> bool:
-        return not self.problems
 
 
 class Doctor:
@@ -140,23 +58,27 @@ class Doctor:
     def __init__(
         self,
         workers: Iterable[WorkerId],
-        directory: Directory,
-        mirror: MirrorCopy | None,
         survey: Survey,
+        mirror: MirrorCopy | None,
         inspect: Inspect,
         *,
         parity_key: bytes,
+        connect_error: str = "",
         pause_s: float,
         answer_s: float,
         num_looks: int = DEFAULT_NUM_LOOKS,
     ) -> None:
-        """`pause_s` lies between two looks; `answer_s` is the longest wait for a worker, and for the mirror."""
+        """`connect_error` is what the store answered to whoever would use it; empty if all is well.
+
+        `pause_s` lies between two looks; `answer_s` is the longest wait for a worker, and for the mirror.
+        """
         self._workers = list(workers)
-        self._directory = directory
-        self._mirror = mirror
         self._survey = survey
+        self._mirror = mirror
+        self._is_mirror_started = False
         self._inspect = inspect
         self._parity_key = parity_key
+        self._connect_error = connect_error
         self._pause_s = pause_s
         self._answer_s = answer_s
         self._num_looks = num_looks
@@ -164,120 +86,184 @@ class Doctor:
     async def examine(self) -> Findings:
         """Look at everything. What does not answer is a finding, and no error."""
         findings = Findings()
-        try:
-            await self._directory.workers()
-        except DirectoryUnavailable as error:
-            findings.store_error = str(error)
-            findings.workers = [WorkerFindings(worker, "unknown") for worker in self._workers]
+        await self._examine_store(findings)
+        if findings.store_error:
+            findings.workers = [WorkerFindings(worker, "unknown", findings.store_error) for worker in self._workers]
             return findings
-        findings.mirror_load_s = await self._await_mirror(findings)
-        found = await asyncio.gather(*map(self._examine_worker, self._workers), return_exceptions=True)
-        for worker, outcome in zip(self._workers, found, strict=True):
-            if isinstance(outcome, DirectoryUnavailable):
-                findings.store_error = str(outcome)
-                findings.workers.append(WorkerFindings(worker, "unknown"))
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                findings.workers.append(outcome)
-        if not findings.store_error:
+        if not findings.connect_error and await self._can_be_followed():
+            findings.mirror_load_s = await self._await_mirror(findings)
+        mirror = self._mirror if findings.mirror_load_s is not None else None
+        findings.workers = list(await asyncio.gather(*(self._examine_worker(one, mirror) for one in self._workers)))
+        if mirror is not None:
             findings.mirror_lag_s = await self._await_mirror(findings)
-            await self._examine_store(findings)
         return findings
 
     async def repair(self, findings: Findings) -> list[str]:
-        """Mend what was found, as far as it can be; what was done. Raises `DirectoryUnavailable`."""
-        done = []
-        for worker in findings.leftovers or ():
-            num_keys = await self._survey.reap(worker)
-            done.append(f"{worker}: dropped {counted(num_keys, 'key')} that nobody owned")
-        worker_to_record = await self._records()
+        """Mend what was found, as far as it can be; what was done of it and what was not."""
+        done = [f"{worker}: {await self._drop_leftover(worker)}" for worker in findings.leftovers or ()]
         for found in findings.workers:
-            record = worker_to_record.get(found.worker)
-            if record is None or not found.is_repairable:
-                continue
-            inspected, error = await self._ask(record, is_repair=True)
-            if inspected is None:
-                done.append(f"{found.worker}: not repaired, since it does not answer: {error}")
-            else:
-                done.append(f"{found.worker}: publishes its engine's {counted(len(inspected.keys), 'block')} anew")
+            if found.is_repairable:
+                done.append(f"{found.worker}: {await self._repair_worker(found.worker)}")
         return done
+
+    async def _drop_leftover(self, worker: WorkerId) -> str:
+        try:
+            return f"dropped {counted(await self._survey.reap(worker), 'key')} that nobody owned"
+        except DirectoryUnavailable as error:
+            return f"not dropped, since the store does not answer: {error}"
+
+    async def _repair_worker(self, worker: WorkerId) -> str:
+        try:
+            held = await self._survey.holding(worker)
+            if held.record is None and held.spoilt:
+                # Nobody can read where the worker listens, but the worker itself reads what becomes of its lease.
+                await self._survey.discard(worker)
+                return "dropped what cannot be read; it registers anew with its next heartbeat"
+        except DirectoryUnavailable as error:
+            return f"not repaired, since the store does not answer: {error}"
+        if held.record is None:
+            return "not repaired, since it holds no lease"
+        inspected, reason = await self._ask(held.record, is_repair=True)
+        if inspected is None:
+            return f"not repaired, since it does not answer: {reason}"
+        return f"publishes its engine's {counted(len(inspected.keys), 'block')} anew"
 
     async def _examine_store(self, findings: Findings) -> None:
         try:
             findings.servers = await self._survey.health(self._workers)
-            sizes = await self._survey.sizes(self._workers)
-            for found in findings.workers:
-                found.lease_left_s = sizes[found.worker].lease_left_s
         except DirectoryUnavailable as error:
             findings.store_error = str(error)
             return
+        if all(server.error for server in findings.servers):
+            findings.store_error, findings.servers = findings.servers[0].error, []
+            return
+        if not any(server.error for server in findings.servers):
+            findings.connect_error = self._connect_error
         try:
             findings.leftovers = await self._survey.leftovers(self._workers)
         except DirectoryUnavailable:
-            # A user with few rights may not scan; that is no fault of the store.
+            # A user with few rights may not scan, and a server of several may be away: that is told elsewhere.
             findings.leftovers = None
+
+    async def _can_be_followed(self) -> bool:
+        """Whether a mirror can come to stand where the store does: it never does at a stream that stays none."""
+        for num_looks in range(self._num_looks):
+            if num_looks:
+                await asyncio.sleep(self._pause_s)
+            held = await asyncio.gather(*map(self._survey.holding, self._workers), return_exceptions=True)
+            if not any(isinstance(one, Holding) and "events" in one.spoilt for one in held):
+                return True
+        return False
 
     async def _await_mirror(self, findings: Findings) -> float | None:
         """How long the mirror takes to stand where the store stands; `None` past all patience."""
         if self._mirror is None:
             return None
-        loop = asyncio.get_running_loop()
-        begin_s = loop.time()
-        try:
-            async with asyncio.timeout(self._answer_s):
-                await self._mirror.caught_up()
-        except TimeoutError:
+        clock = asyncio.get_running_loop().time
+        begin_s = clock()
+        if not self._is_mirror_started:
+            self._is_mirror_started = True
+            self._mirror.start()
+        if not await self._is_level(self._mirror):
             findings.mirror_error = f"does not stand where the store does within {self._answer_s:g} s"
             return None
-        return loop.time() - begin_s
+        return clock() - begin_s
 
-    async def _records(self) -> dict[WorkerId, WorkerRecord]:
-        return {record.info.worker: record for record in await self._directory.workers()}
+    async def _is_level(self, mirror: MirrorCopy) -> bool:
+        """Whether the mirror comes to where the store stands now, within the time that one has for it."""
+        try:
+            async with asyncio.timeout(self._answer_s):
+                await mirror.caught_up()
+        except TimeoutError:
+            return False
+        return True
 
-    async def _examine_worker(self, worker: WorkerId) -> WorkerFindings:
-        """Look at one worker until nothing differs, or several times. Raises `DirectoryUnavailable`."""
+    async def _examine_worker(self, worker: WorkerId, mirror: MirrorCopy | None) -> WorkerFindings:
+        """Look at one worker until nothing differs, or several times; longer while it is loading and comes on."""
+        clock = asyncio.get_running_loop().time
+        gives_up_at_s = clock() + self._answer_s
         comparison = Comparison()
-        places: list[tuple[str, int, int, bool]] = []
-        found = WorkerFindings(worker, "no lease")
-        while comparison.num_looks < self._num_looks:
-            if comparison.num_looks:
-                await asyncio.sleep(self._pause_s)
-            record = (await self._records()).get(worker)
-            if record is None:
-                return WorkerFindings(worker, "no lease")
-            inspected, error = await self._ask(record)
-            if inspected is None:
-                return WorkerFindings(worker, "silent", error, parity=self._parity_of(record.info))
-            store = await self._directory.resident(worker)
-            mirror = self._mirror.mirrored(worker) if self._mirror is not None else None
-            comparison.add(inspected.keys, store, mirror)
-            found = self._describe(worker, record, inspected)
-            found.num_in_store = len(store)
-            found.num_in_mirror = None if mirror is None else len(mirror)
-            report = inspected.report
-            places.append((report.epoch, report.seq, report.num_pending, report.is_quiet))
-            if comparison.is_clean and report.is_quiet:
+        places: list[_Place | None] = []
+        was_mirrored = False
+        num_absences = 0
+        while True:
+            found, place, is_done = await self._look(worker, mirror, comparison)
+            num_absences += place is None
+            places.append(place)
+            was_mirrored |= found.is_mirrored is True
+            recent = places[-self._num_looks :]
+            is_standing = len(recent) == self._num_looks and len(set(recent)) == 1
+            is_coming_on = found.state == "loading" and not is_standing and clock() < gives_up_at_s
+            is_enough = max(comparison.num_looks, num_absences) >= self._num_looks
+            if is_done or (is_enough and not is_coming_on):
                 break
-        found.num_looks = comparison.num_looks
-        found.num_phantom, found.num_missing = comparison.num_phantom, comparison.num_missing
-        found.num_mismatched, found.num_moving = comparison.num_mismatched, comparison.num_moving
-        found.is_stuck = len(places) == self._num_looks and len(set(places)) == 1 and not places[0][3]
+            await asyncio.sleep(self._pause_s)
+            if mirror is not None and not found.is_mirrored and not await self._is_level(mirror):
+                mirror = None
+        found.num_looks = len(places)
+        if comparison.num_looks:
+            found.num_phantom, found.num_missing = comparison.num_phantom, comparison.num_missing
+            found.num_mismatched, found.num_moving = comparison.num_mismatched, comparison.num_moving
+        found.is_mirrored = None if found.is_mirrored is None else was_mirrored
+        found.is_stuck = is_standing and not (place is None or place.is_quiet)
+        if found.is_stuck and found.state == "loading":
+            found.state = "ready"
         return found
 
-    def _describe(self, worker: WorkerId, record: WorkerRecord, inspected: Inspected) -> WorkerFindings:
+    async def _look(
+        self, worker: WorkerId, mirror: MirrorCopy | None, comparison: Comparison
+    ) -> tuple[WorkerFindings, _Place | None, bool]:
+        """One look: what was seen, where the publisher stood, and whether another look would tell nothing more."""
+        try:
+            held = await self._survey.holding(worker)
+            if held.record is None:
+                return _without_lease(worker, held), None, False
+            inspected, reason = await self._ask(held.record)
+            if inspected is None:
+                found = WorkerFindings(worker, "silent", reason, parity=self._parity_of(held.record.info))
+                found.lease_left_s, found.spoilt = held.lease_left_s, held.spoilt
+                return found, None, True
+            # Once more: read before the engine, the store would lack all that came about in between.
+            held = await self._survey.holding(worker)
+        except DirectoryUnavailable as error:
+            return WorkerFindings(worker, "unknown", str(error)), None, True
+        if held.record is None:
+            return _without_lease(worker, held), None, False
+        mirrored = mirror.mirrored(worker) if mirror is not None else None
+        comparison.add(inspected.keys, held.blocks, mirrored)
+        report = inspected.report
+        found = self._describe(worker, held, held.record, inspected)
+        if mirror is not None:
+            found.is_mirrored = mirrored is not None
+            found.num_in_mirror = None if mirrored is None else len(mirrored)
+        place = _Place(report.epoch, report.seq, report.num_pending, report.is_quiet, held.num_staged)
+        is_well = comparison.is_clean and report.is_quiet and not (held.spoilt or held.num_foreign)
+        return found, place, is_well and found.is_mirrored is not False
+
+    def _describe(self, worker: WorkerId, held: Holding, record: WorkerRecord, inspected: Inspected) -> WorkerFindings:
         report, status = inspected.report, inspected.status
-        is_draining = record.is_draining or (status is not None and status.is_draining)
+        if held.num_staged and not report.is_quiet:
+            state = "loading"
+        elif record.is_draining or (status is not None and status.is_draining):
+            state = "draining"
+        else:
+            state = "ready"
         return WorkerFindings(
             worker,
-            "draining" if is_draining else "ready",
+            state,
             epoch=report.epoch,
+            lease_left_s=held.lease_left_s,
             parity=self._parity_of(record.info),
             num_running=status.num_running if status is not None else None,
             num_resident=len(inspected.keys),
+            num_in_store=len(held.blocks),
+            num_staged=held.num_staged,
+            num_foreign=held.num_foreign,
+            spoilt=held.spoilt,
             seq=report.seq,
             store_seq=record.seq,
             num_pending=report.num_pending,
+            lag_s=report.lag_s,
             num_audits=report.num_audits,
             num_drifts=report.num_drifts,
         )
@@ -296,3 +282,8 @@ class Doctor:
         if not info.parity_key:
             return "none"
         return "ok" if info.parity_key == self._parity_key else "mismatch"
+
+
+def _without_lease(worker: WorkerId, held: Holding) -> WorkerFindings:
+    """A store that has just come back empty has its leases again after a heartbeat: another look may find one."""
+    return WorkerFindings(worker, "no lease", lease_left_s=held.lease_left_s, spoilt=held.spoilt)

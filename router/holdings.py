@@ -12,6 +12,7 @@ from router.tables import or_dash, table
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.survey import StoreSurvey
+from shared.errors import DirectoryUnavailable
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import CacheScheme, WorkerId
 
@@ -61,13 +62,19 @@ _SIZES = ("num_entries", "num_bytes", "num_stream_entries")
 
 
 async def directory_size(run: Run, settings: Settings) -> dict[str, Any]:
-    """How much the store holds of each worker. Raises `DirectoryUnavailable` where it does not answer."""
+    """How much the store holds of each worker, and why of some it is not known.
+
+    Raises `DirectoryUnavailable` where all of it does not answer, `ConfigError` where it refuses the user.
+    """
     scheme = CacheScheme(settings.model_name, settings.block_size)
     survey = StoreSurvey(run.redis_url, scheme, deadline_s=TOOL_DEADLINE_S)
     try:
         sizes = await survey.sizes(map(WorkerId, run.workers))
     finally:
         await survey.close()
+    errors = [size.error for size in sizes.values() if size.error]
+    if errors and len(errors) == len(sizes):
+        raise DirectoryUnavailable(errors[0])
     workers = [{"worker": worker, **asdict(size)} for worker, size in sizes.items()]
     return {"workers": workers, "total": {name: _total([worker[name] for worker in workers]) for name in _SIZES}}
 
@@ -77,7 +84,8 @@ def size_text(state: Mapping[str, Any]) -> str:
     rows = [("worker", "blocks", "bytes", "stream entries")]
     for worker in [*state["workers"], {"worker": "total", **state["total"]}]:
         rows.append((worker["worker"], *(or_dash(worker[name]) for name in _SIZES)))
-    return table(rows)
+    unknown = [f"{worker['worker']}: not known: {worker['error']}" for worker in state["workers"] if worker["error"]]
+    return "\n".join([table(rows), *unknown])
 
 
 def _total(values: list[int | None]) -> int | None:

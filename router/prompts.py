@@ -30,6 +30,8 @@ class Prompt:
     """A plain prompt; `None` where there are messages."""
     messages: Any
     salt: str
+    file: str = ""
+    """Where it stands, as errors name it; empty where it was made otherwise."""
 
 
 def read_prompt(own: Mapping[str, Any]) -> Prompt:
@@ -43,14 +45,14 @@ def read_prompt(own: Mapping[str, Any]) -> Prompt:
         raise ConfigError(f"--file, --messages: {'one is needed' if file is None else 'they exclude each other'}")
     salt = _check_salt("--cache-salt", own["cache_salt"] or "")
     if file is not None:
-        return Prompt(_read_text("--file", file), None, salt)
+        return Prompt(_read_text("--file", file), None, salt, _brief(file))
     try:
         listed = json.loads(_read_text("--messages", messages))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--messages: {messages} is not JSON: {error}") from None
+        raise ConfigError(f"--messages: {_brief(messages)} is not JSON: {error}") from None
     if isinstance(listed, dict) and set(listed) == {"messages"}:
         listed = listed["messages"]
-    return Prompt(None, listed, salt)
+    return Prompt(None, listed, salt, _brief(messages))
 
 
 def prompt_tokens(
@@ -68,7 +70,8 @@ def prompt_tokens(
         messages = parse_request(Endpoint.CHAT, body, served_model=settings.model_name).messages or ()
         return tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
     except InvalidRequest as error:
-        raise ConfigError(f"{'--messages' if prompt.text is None else '--file'}: {error}") from None
+        flag = "--messages" if prompt.text is None else "--file"
+        raise ConfigError(f"{flag}: {prompt.file}: {error}" if prompt.file else f"{flag}: {error}") from None
 
 
 def _check_salt(flag: str, salt: str) -> str:
@@ -79,7 +82,7 @@ def _check_salt(flag: str, salt: str) -> str:
 
 
 def _read_text(flag: str, path: Path) -> str:
-    name = fields.brief_name(str(path), _MAX_PATH_CHARS)
+    name = _brief(path)
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -95,6 +98,10 @@ def _read_text(flag: str, path: Path) -> str:
     if not text:
         raise ConfigError(f"{flag}: {name} is empty")
     return text
+
+
+def _brief(path: Path) -> str:
+    return fields.brief_name(str(path), _MAX_PATH_CHARS)
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -43,8 +43,9 @@ async def deployment_state(run: runfile.Run, settings: Settings) -> dict[str, An
         state["store"] = f"unreachable: {error}"
     statuses = await asyncio.gather(*(_ask(record, run) for record in records.values()))
     worker_to_status = dict(zip(records, statuses, strict=True))
+    absent = "no lease" if state["store"] == "ok" else "unknown"
     state["workers"] = [
-        _worker_state(worker, records.get(worker), worker_to_status.get(worker), pins.get(WorkerId(worker)))
+        _worker_state(worker, records.get(worker), worker_to_status.get(worker), pins.get(WorkerId(worker)), absent)
         for worker in run.workers
     ]
     return state
@@ -73,10 +74,10 @@ async def _ask(record: WorkerRecord, run: runfile.Run) -> WorkerStatus | None:
 
 
 def _worker_state(
-    worker: str, record: WorkerRecord | None, status: WorkerStatus | None, pins: WorkerPins | None
+    worker: str, record: WorkerRecord | None, status: WorkerStatus | None, pins: WorkerPins | None, absent: str
 ) -> dict[str, Any]:
     if record is None:
-        word = "no lease"
+        word = absent
     elif status is None:
         word = "silent"
     else:

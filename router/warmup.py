@@ -51,6 +51,8 @@ class Order:
     num_workers: int | None
     """`None`: all workers, those that come later too."""
     salt: str
+    file: str = ""
+    """Where the prompt stands, as errors name it."""
 
 
 def read_order(own: Mapping[str, Any]) -> Order:
@@ -62,7 +64,7 @@ def read_order(own: Mapping[str, Any]) -> Order:
     name = check_name(own["name"])
     ttl_s, num_workers = _parse_ttl("--ttl-s", own["ttl_s"]), _parse_num_workers("--workers", own["on_workers"])
     prompt = read_prompt(own)
-    return Order(name, prompt.text, prompt.messages, ttl_s, num_workers, prompt.salt)
+    return Order(name, prompt.text, prompt.messages, ttl_s, num_workers, prompt.salt, prompt.file)
 
 
 def tokenise(order: Order, tokenizer: Tokenizer, settings: Settings) -> list[int]:
@@ -71,7 +73,7 @@ def tokenise(order: Order, tokenizer: Tokenizer, settings: Settings) -> list[int
     Raises:
         ConfigError: the prompt cannot be rendered, or is too short or too long to be kept.
     """
-    prompt = Prompt(order.text, order.messages, order.salt)
+    prompt = Prompt(order.text, order.messages, order.salt, order.file)
     token_ids = prompt_tokens(prompt, tokenizer, settings, add_generation_prompt=False)
     if len(token_ids) < settings.block_size:
         raise ConfigError(

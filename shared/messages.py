@@ -166,6 +166,8 @@ class Inspection:
     """Times that this found a difference that lasted."""
     fault: Fault | None = None
     """Why there is no answer."""
+    lag_s: float | None = None
+    """How long the oldest of those changes has waited, by the worker's clock; 0 without one, `None` if not told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class PoolInspector:
                     publisher.is_quiet,
                     self._audits.num_audits,
                     self._audits.num_drifts,
+                    lag_s=publisher.lag_s,
                 ),
                 keys,
             )
@@ -96,6 +97,10 @@ class Inspections:
                 await self._channel.send(encode(ResidentKeys(asked.number, part)))
         except ConnectionError:
             return
+        except Exception:
+            # Half an answer cannot be taken back, and whoever asks would wait for the rest.
+            _logger.exception("an inspection could not be sent, its connection is closed")
+            self._channel.close()
 
     async def _inspect(self, asked: Inspect) -> tuple[Inspection, Set[BlockKey]]:
         try:

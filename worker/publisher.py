@@ -12,12 +12,12 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from itertools import islice
 
 from shared.directory.base import MAX_KEYS_PER_CALL, Directory, Reply
 from shared.errors import DirectoryUnavailable, WorkerIdTaken
 from shared.types import BlockKey, Epoch, EventBatch, Holder, WorkerInfo
+from worker.backlog import Backlog, Commit
 from worker.engines.base import BlockChange
 
 logger = logging.getLogger(__name__)
@@ -27,15 +27,6 @@ DEFAULT_TICK_S = 0.01
 DEFAULT_MAX_PENDING_KEYS = 1 << 16
 """Changes kept for a store that does not answer; past this a snapshot costs less than the backlog."""
 _FIRST_BACKOFF_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class _Commit:
-    """A fully staged snapshot. Repeated until the store answers, since only that tells which epoch is current."""
-
-    snapshot: Epoch
-    num_keys: int
-    cause: str
 
 
 class Publisher:
@@ -76,11 +67,12 @@ class Publisher:
         self._resident: set[BlockKey] = set()
         self._pending: dict[BlockKey, bool] = {}
         """Key -> whether it is resident, for changes that no batch carries yet."""
+        self._backlog = Backlog()
         self._batch: EventBatch | None = None
         """The batch under way: sent, but not known to be applied."""
         self._snapshot_cause: str | None = None
         """Why a snapshot is planned; it contains every change up to the moment it is taken."""
-        self._commit: _Commit | None = None
+        self._commit: Commit | None = None
         self._is_staging = False
 
         self._is_registered = False
@@ -113,6 +105,11 @@ class Publisher:
         """Changes that the store is not known to have; what a planned snapshot will bring is not counted."""
         batch = self._batch
         return len(self._pending) + (len(batch.stored) + len(batch.removed) if batch is not None else 0)
+
+    @property
+    def lag_s(self) -> float:
+        """How long the oldest change has waited that the store is not known to have; 0 without one."""
+        return self._backlog.lag_s(asyncio.get_running_loop().time())
 
     @property
     def epoch(self) -> Epoch:
@@ -181,6 +178,8 @@ class Publisher:
             if key in self._resident:
                 self._resident.discard(key)
                 self._pending[key] = False
+        if self._pending:
+            self._backlog.gather(asyncio.get_running_loop().time())
         if self._snapshot_cause is not None:
             self._pending.clear()
         elif len(self._pending) > self._max_pending_keys:
@@ -285,6 +284,7 @@ class Publisher:
         if self._batch is None:
             keys = list(islice(self._pending, MAX_KEYS_PER_CALL))
             states = [(key, self._pending.pop(key)) for key in keys]
+            self._backlog.send(asyncio.get_running_loop().time(), is_all=not self._pending)
             self._batch = EventBatch(
                 Holder(self._info.worker, self._epoch),
                 self._seq + 1,
@@ -296,6 +296,7 @@ class Publisher:
             return False
         self._seq = batch.seq
         self._batch = None
+        self._backlog.arrive(is_all=self._snapshot_cause is None)
         self.num_batches += 1
         return True
 
@@ -304,6 +305,7 @@ class Publisher:
         keys = list(self._resident)
         snapshot = self._new_epoch()
         self._pending.clear()
+        self._backlog.send(asyncio.get_running_loop().time())
         self._batch = None  # the snapshot contains it, and its epoch ends with the commit
         self._snapshot_cause = None
         self._is_staging, is_staged = True, False
@@ -320,15 +322,16 @@ class Publisher:
             self._is_staging = False
             if not is_staged:
                 self._plan_snapshot(cause)
-        self._commit = _Commit(snapshot, len(keys), cause)
+        self._commit = Commit(snapshot, len(keys), cause)
         return True
 
-    async def _finish_snapshot(self, commit: _Commit) -> bool:
+    async def _finish_snapshot(self, commit: Commit) -> bool:
         reply = await self._directory.commit(self._info.worker, self._epoch, commit.snapshot, commit.num_keys)
         if not self._accept(reply):
             return False
         self._epoch, self._seq = commit.snapshot, 0
         self._commit = None
+        self._backlog.arrive(is_all=self._snapshot_cause is None)
         self.num_snapshots[commit.cause] += 1
         return True
 
@@ -354,6 +357,7 @@ class Publisher:
     def _plan_snapshot(self, cause: str) -> None:
         self._snapshot_cause = cause
         self._pending.clear()
+        self._backlog.send(asyncio.get_running_loop().time())
 
     def _set_back(self) -> None:
         """Wait before the next call, longer after each setback in a row."""

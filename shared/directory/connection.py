@@ -9,6 +9,7 @@ import asyncio
 import functools
 import hashlib
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,11 @@ from shared.errors import ConfigError, DirectoryUnavailable
 
 logger = logging.getLogger(__name__)
 
-_MAX_TRIES = 4
-"""Of one command: a script that is lost, a slot that has moved, and the script lost there too."""
+_MAX_TRIES = 5
+"""Of one command: a script that is lost, a slot on its way, one that has moved, and the script lost there too."""
+_TRY_AGAIN_S = 0.002
+"""Pause before a command is repeated, once, whose keys were split between two servers. Redis Cluster Specification, on
+multiple keys operations: such a command gets TRYAGAIN until all of its keys have moved, and may then be tried again."""
 
 _NO_PERMISSION_IN_SCRIPT = ("ACL failure in script", "executing the script can't run")
 """What Valkey and Redis say to a script in place of NOPERM; some leave out the command's name."""
@@ -63,6 +67,12 @@ class _Errand:
     server: Server
     is_asking: bool = False
     """Whether the slot is just being moved to that server."""
+    has_tried_again: bool = False
+    """Whether the server has told before that only some of the keys were there."""
+
+
+class SlotOnItsWay(DirectoryUnavailable):
+    """The server answers, but the keys of a command lie on two servers while their slot moves."""
 
 
 class StoreConnection:
@@ -105,6 +115,10 @@ class StoreConnection:
     def num_breaker_openings(self) -> int:
         return self._servers.num_breaker_openings
 
+    def name_of_server(self, key: str) -> str:
+        """Of the server that a key lies on: host and port, or a path. Known after the first call."""
+        return self._servers.of(key).name
+
     async def connect(self, probe: Callable[[str], Command], rules: str) -> None:
         """Connect to all servers and try on each what will be asked of it.
 
@@ -116,21 +130,15 @@ class StoreConnection:
         async def work() -> None:
             await self._servers.discover()
             await asyncio.gather(*map(self._warn_of_eviction, self._servers.primaries))
-            for answer in await self.pipeline([probe(tag) for tag in self._tag_on_each_server()]):
+            for answer in await self.pipeline([probe(tag) for tag in self._servers.tag_on_each()]):
                 if isinstance(answer, Exception):
                     raise answer
 
-        try:
-            await self.call("connect", self._longest_deadline_s, work)
-        except DirectoryUnavailable as error:
-            cause = error.__cause__
-            if isinstance(cause, AuthenticationError):
-                raise ConfigError(f"--redis-url: the store refuses the user or the password: {cause}") from None
-            if isinstance(cause, NoPermissionError) or any(words in str(cause) for words in _NO_PERMISSION_IN_SCRIPT):
-                raise ConfigError(f"--redis-url: {cause}; the user needs the rules {rules}") from None
-            if isinstance(cause, UnfitStore):
-                raise ConfigError(f"--redis-url: {cause}") from None
-            raise
+        await self._call_of_stranger("connect", self._longest_deadline_s, work, rules)
+
+    async def discover(self, operation: str, deadline_s: float, rules: str) -> None:
+        """Learn which server holds which key, and try nothing. Raises as `connect` does."""
+        await self._call_of_stranger(operation, deadline_s, self._servers.discover, rules)
 
     async def call(self, operation: str, deadline_s: float, work: Callable[[], Awaitable[Answer]]) -> Answer:
         """Do `work` within the deadline. Raises `DirectoryUnavailable` that names the operation.
@@ -152,6 +160,8 @@ class StoreConnection:
             return task.result()
         except TimeoutError:
             raise self._miss(operation, f"no answer within {deadline_s:g} s") from None
+        except TryAgainError as error:
+            raise SlotOnItsWay(f"{operation}: {error}") from error
         except (RedisError, OSError, asyncio.CancelledError) as error:
             raise self._miss(operation, f"{type(error).__name__}: {error}") from error
 
@@ -210,11 +220,14 @@ class StoreConnection:
         """What runs a script within a pipeline. All keys lie in one slot."""
         return Command(keys[0], ("EVALSHA", self._name_to_sha[script], len(keys), *keys, *arguments))
 
-    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
+    async def pipeline(self, commands: Sequence[Command], *, patience_s: float = math.inf) -> list[Any]:
         """The answers to commands in their order, in one round trip to each server, at once; an error is an answer.
 
-        Scripts that a server has lost are loaded and slots that have moved are followed.
+        Scripts that a server has lost are loaded and slots that have moved are followed. What meets a slot on its way
+        is tried again after a moment, unless that would be later than `patience_s` from now.
         """
+        clock = asyncio.get_running_loop().time
+        patient_until_s = clock() + patience_s
         answers: list[Any] = [None] * len(commands)
         errands = [_Errand(place, command, self._servers.of(command.key)) for place, command in enumerate(commands)]
         for _ in range(_MAX_TRIES):
@@ -223,9 +236,12 @@ class StoreConnection:
                 server_to_errands[errand.server].append(errand)
             parts = [self._send(server, part, answers) for server, part in server_to_errands.items()]
             await (parts[0] if len(parts) == 1 else asyncio.gather(*parts))
-            errands = [errand for errand in errands if self._redirect(errand, answers[errand.place])]
+            is_patient = clock() + _TRY_AGAIN_S <= patient_until_s
+            errands = [errand for errand in errands if self._is_to_repeat(errand, answers[errand.place], is_patient)]
             if not errands:
                 break
+            if any(isinstance(answers[errand.place], TryAgainError) for errand in errands):
+                await asyncio.sleep(_TRY_AGAIN_S)
         return answers
 
     async def close(self) -> None:
@@ -250,7 +266,7 @@ class StoreConnection:
         except BaseException:
             breaker.abandon()
             raise
-        if all(isinstance(answer, DirectoryUnavailable) for answer in answers):
+        if all(map(_is_miss, answers)):
             breaker.miss(clock(), str(answers[0]))
         else:
             breaker.succeed(clock())
@@ -262,7 +278,7 @@ class StoreConnection:
         clock = asyncio.get_running_loop().time
         asked_at_s = clock()
         answers = await self._ask_within(server, operation, deadline_s, commands)
-        if all(isinstance(answer, DirectoryUnavailable) for answer in answers):
+        if all(map(_is_miss, answers)):
             server.is_silent = True
             server.breaker.miss(clock(), str(answers[0]))
         elif server.is_silent or clock() - asked_at_s <= prompt_s:
@@ -274,10 +290,11 @@ class StoreConnection:
         self, server: Server, operation: str, deadline_s: float, commands: list[Command]
     ) -> list[Any]:
         async def work() -> list[Any]:
-            answers = await self.pipeline(commands)
+            # Those that have their answers must not lose them to the deadline for the sake of one that is tried again.
+            answers = await self.pipeline(commands, patience_s=deadline_s / 2)
             for place, answer in enumerate(answers):
                 if isinstance(answer, TryAgainError):
-                    answers[place] = DirectoryUnavailable(f"{operation}: {answer}")  # its slot is just being moved
+                    answers[place] = SlotOnItsWay(f"{operation}: {answer}")
                 elif isinstance(answer, Exception) and not is_malformed(answer):
                     raise answer
             return answers
@@ -312,8 +329,12 @@ class StoreConnection:
             loaded = sha_to_loaded.get(str(errand.command.arguments[1])) if is_lost(answer) else None
             answers[errand.place] = loaded if isinstance(loaded, Exception) else answer
 
-    def _redirect(self, errand: _Errand, answer: Any) -> bool:
+    def _is_to_repeat(self, errand: _Errand, answer: Any, is_patient: bool) -> bool:
         """Whether a command is to be sent once more. Modifies where to."""
+        if isinstance(answer, TryAgainError):
+            self._servers.suspect()
+            is_first, errand.has_tried_again = not errand.has_tried_again, True
+            return is_first and is_patient
         if isinstance(answer, AskError):  # of which `MovedError` is one
             errand.is_asking = not isinstance(answer, MovedError)
             errand.server = self._servers.at(answer.host, answer.port, told_by=errand.server)
@@ -330,6 +351,22 @@ class StoreConnection:
                 await self._servers.discover()
             return await work()
 
+    async def _call_of_stranger(
+        self, operation: str, deadline_s: float, work: Callable[[], Awaitable[None]], rules: str
+    ) -> None:
+        """A call to a store that may want to be set up otherwise, which is a `ConfigError`."""
+        try:
+            await self.call(operation, deadline_s, work)
+        except DirectoryUnavailable as error:
+            cause = error.__cause__
+            if isinstance(cause, AuthenticationError):
+                raise ConfigError(f"--redis-url: the store refuses the user or the password: {cause}") from None
+            if isinstance(cause, NoPermissionError) or any(words in str(cause) for words in _NO_PERMISSION_IN_SCRIPT):
+                raise ConfigError(f"--redis-url: {cause}; the user needs the rules {rules}") from None
+            if isinstance(cause, UnfitStore):
+                raise ConfigError(f"--redis-url: {cause}") from None
+            raise
+
     def _forget_task(self, task: asyncio.Task[Any]) -> None:
         self._late.discard(task)
         if not task.cancelled():
@@ -342,19 +379,6 @@ class StoreConnection:
 
     # What is known of the servers.
 
-    def _tag_on_each_server(self) -> list[str]:
-        """Hash tags of which each lies on another server, one for each."""
-        server_to_tag: dict[Server, str] = {}
-        missing = set(self._servers.primaries)
-        number = 0
-        while missing:
-            tag = f"probe{number}"
-            server = self._servers.of(f"{{{tag}}}")
-            server_to_tag.setdefault(server, tag)
-            missing.discard(server)
-            number += 1
-        return list(server_to_tag.values())
-
     async def _warn_of_eviction(self, server: Server) -> None:
         memory = await server.client.info("memory")
         policy = memory.get("maxmemory_policy", "noeviction")
@@ -365,6 +389,11 @@ class StoreConnection:
                 server.name,
                 policy,
             )
+
+
+def _is_miss(answer: Any) -> bool:
+    """Whether a command was not answered at all."""
+    return isinstance(answer, DirectoryUnavailable) and not isinstance(answer, SlotOnItsWay)
 
 
 def is_lost(answer: Any) -> bool:

@@ -42,7 +42,7 @@ _SCRIPTS = (
     *("register", "heartbeat", "announce", "apply", "stage", "commit", "set_draining", "forget"),
     *("match", "look", "position", "probe"),
 )
-_RECORD_FIELDS = ("instance", "epoch", "seq", "draining", "info")
+RECORD_FIELDS = ("instance", "epoch", "seq", "draining", "info")
 _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
 
 
@@ -208,17 +208,17 @@ class RedisDirectory:
         ids = sorted(WorkerId(name) for name in names if name is not None)
         self.num_malformed += len(names) - len(ids)
         metas = [self._keys(worker, "meta")[0] for worker in ids]
-        commands = [Command(meta, ("HMGET", meta, *_RECORD_FIELDS)) for meta in metas]
+        commands = [Command(meta, ("HMGET", meta, *RECORD_FIELDS)) for meta in metas]
         rows = await self._ask_each("workers", self._publish_deadline_s, commands)
         records = []
         for worker, row in zip(ids, rows, strict=True):
             if isinstance(row, DirectoryUnavailable) or (not isinstance(row, Exception) and not any(row)):
                 continue
             try:
-                records.append(self._parse_record(worker, row))
+                records.append(parse_record(self._scheme, worker, row))
             except (ProtocolError, TypeError, ValueError):
                 self.num_malformed += 1
-        await self._reap([worker for worker, row in zip(ids, rows, strict=True) if row == [None] * len(_RECORD_FIELDS)])
+        await self._reap([worker for worker, row in zip(ids, rows, strict=True) if row == [None] * len(RECORD_FIELDS)])
         return records
 
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
@@ -280,15 +280,6 @@ class RedisDirectory:
             found[worker] = Match(Instance(instance), int(answer[1]))
         return found
 
-    def _parse_record(self, worker: WorkerId, row: Any) -> WorkerRecord:
-        """A worker's record from its meta fields. Raises `ProtocolError`, `TypeError` or `ValueError`."""
-        raw_instance, raw_epoch, seq, draining, raw_info = row
-        info = decode_record(WorkerInfo, raw_info)
-        epoch = as_text(raw_epoch)
-        if epoch is None or (info.worker, info.scheme, info.instance) != (worker, self._scheme, as_text(raw_instance)):
-            raise ProtocolError(f"the record of {worker} is about another worker")
-        return WorkerRecord(info, Epoch(epoch), int(seq), is_draining=draining == b"1")
-
     # The list of workers.
 
     async def _announce(self, worker: WorkerId, lease_ms: int) -> None:
@@ -331,6 +322,16 @@ def worker_keys(namespace: str, worker: WorkerId, *kinds: str) -> list[str]:
     # The id is quoted: a brace in it would end the hash tag early, a colon make two ids look like one.
     tag = f"{namespace}:{quote(worker, safe='')}"
     return [f"kvr:{{{tag}}}:{kind}" for kind in kinds]
+
+
+def parse_record(scheme: CacheScheme, worker: WorkerId, row: Any) -> WorkerRecord:
+    """A worker's record from its meta fields. Raises `ProtocolError`, `TypeError` or `ValueError`."""
+    raw_instance, raw_epoch, seq, draining, raw_info = row
+    info = decode_record(WorkerInfo, raw_info)
+    epoch = as_text(raw_epoch)
+    if epoch is None or (info.worker, info.scheme, info.instance) != (worker, scheme, as_text(raw_instance)):
+        raise ProtocolError(f"the record of {worker} is about another worker")
+    return WorkerRecord(info, Epoch(epoch), int(seq), is_draining=draining == b"1")
 
 
 def _milliseconds(duration_s: float) -> int:

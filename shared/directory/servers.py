@@ -87,6 +87,19 @@ class Servers:
             return self._first
         return self._slot_to_server[key_slot(key.encode())]
 
+    def tag_on_each(self) -> list[str]:
+        """Hash tags of which each lies on another server, one for each."""
+        server_to_tag: dict[Server, str] = {}
+        missing = set(self.primaries)
+        number = 0
+        while missing:
+            tag = f"probe{number}"
+            server = self.of(f"{{{tag}}}")
+            server_to_tag.setdefault(server, tag)
+            missing.discard(server)
+            number += 1
+        return list(server_to_tag.values())
+
     async def discover(self) -> None:
         """Learn what the server at the URL is, once. Raises `UnfitStore`, and redis-py's errors."""
         async with self._lock:

@@ -8,20 +8,27 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from shared.directory.base import check_num_keys
+from shared.directory.base import WorkerRecord, check_num_keys
 from shared.directory.connection import Command, StoreConnection
-from shared.directory.redis import worker_keys
+from shared.directory.redis import ACL_RULES, RECORD_FIELDS, parse_record, worker_keys
+from shared.errors import DirectoryUnavailable, ProtocolError
+from shared.hashing import KEY_SIZE_BYTES
 from shared.types import BlockKey, CacheScheme, Epoch, WorkerId
 
 _SCRIPTS = ("audit", "reap")
 _DATA_KINDS = ("blocks", "events", "staged")
 """What lives by a worker's lease, which is its `meta`."""
-_NUM_PINGS = 5
+_NUM_PINGS = 9
+_NEARLY = 0.9
+"""Share of a limit at which it is time to tell."""
+_NO_KEY = -2
+"""What the store says of the expiry of a key that is not there."""
 _SCAN_COUNT = 1000
 
 
@@ -38,23 +45,42 @@ class Audited:
 class ServerHealth:
     """One server of the store. What it does not tell to this user is `None`."""
 
-    version: str | None
-    ping_s: float
-    """The fastest of a few round trips."""
-    used_memory_bytes: int | None
-    max_memory_bytes: int | None
+    name: str
+    """Host and port, or the path of its socket."""
+    error: str = ""
+    """Why it does not answer: then nothing else is known of it."""
+    version: str | None = None
+    role: str | None = None
+    ping_p50_s: float | None = None
+    """Median of a few round trips, one after another."""
+    used_memory_bytes: int | None = None
+    max_memory_bytes: int | None = None
     """`None` without a limit, too."""
-    eviction_policy: str | None
-    num_evicted: int | None
+    eviction_policy: str | None = None
+    num_evicted: int | None = None
     """Keys that the server has thrown out for room since it started, whoever's."""
-    role: str | None
-    num_keys: int | None
+    num_keys: int | None = None
     """All that the server holds, other users' too."""
+    num_clients: int | None = None
+    max_clients: int | None = None
+    has_append_only_file: bool | None = None
+    is_save_failing: bool | None = None
+    """Whether its last try to save to its disk failed: with Redis's defaults it takes no writes then."""
 
     @property
     def may_evict(self) -> bool:
         """Whether the server throws out what is ours when it runs out of room."""
         return bool(self.max_memory_bytes) and self.eviction_policy not in (None, "noeviction")
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether it has so little room left that it will soon throw things out, or take nothing more."""
+        return bool(self.max_memory_bytes) and (self.used_memory_bytes or 0) >= _NEARLY * (self.max_memory_bytes or 0)
+
+    @property
+    def is_nearly_out_of_clients(self) -> bool:
+        """Whether it will soon turn connections away."""
+        return bool(self.max_clients) and (self.num_clients or 0) >= _NEARLY * (self.max_clients or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +92,32 @@ class WorkerSize:
     num_stream_entries: int | None
     lease_left_s: float | None
     """`None` without a lease."""
+    error: str = ""
+    """Why nothing is known: the server that holds it does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What the store holds of one worker, at about one moment."""
+
+    record: WorkerRecord | None
+    """`None` without a lease, and for one that nobody can read or that never ends, which is `spoilt`."""
+    lease_left_s: float | None
+    """`None` without a lease, and for one that never ends."""
+    blocks: frozenset[BlockKey]
+    num_foreign: int
+    """Members of the set of blocks that are no block keys."""
+    num_staged: int
+    """Blocks of a snapshot in the making."""
+    spoilt: tuple[str, ...]
+    """Kinds of the worker's keys that hold something else than they should: `meta`, `blocks`, `events`, `staged`."""
 
 
 class Survey(Protocol):
-    """What auditors and doctors ask. Every method raises `DirectoryUnavailable` where the store does not answer."""
+    """What auditors and doctors ask. Every method raises `DirectoryUnavailable` where the store does not answer.
+
+    `health`, `sizes` and `leftovers` raise `ConfigError` where it refuses the user.
+    """
 
     async def audit(self, worker: WorkerId, epoch: Epoch, seq: int, keys: Sequence[BlockKey]) -> Audited | None:
         """Compare with a worker's set as it is after batch `seq`; `None` where that was not the last one.
@@ -79,11 +127,15 @@ class Survey(Protocol):
         ...
 
     async def health(self, workers: Iterable[WorkerId]) -> list[ServerHealth]:
-        """The servers that hold anything of `workers`, or the first one."""
+        """The servers that hold the list of workers or anything of `workers`, those that do not answer among them."""
         ...
 
     async def sizes(self, workers: Iterable[WorkerId]) -> dict[WorkerId, WorkerSize]:
-        """What the store holds of each worker."""
+        """How much the store holds of each worker; of one whose server does not answer, why."""
+        ...
+
+    async def holding(self, worker: WorkerId) -> Holding:
+        """What the store holds of one worker. Linear in it."""
         ...
 
     async def leftovers(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
@@ -92,6 +144,13 @@ class Survey(Protocol):
 
     async def reap(self, worker: WorkerId) -> int:
         """Drop what a worker without a lease has left; the number of keys dropped. Modifies."""
+        ...
+
+    async def discard(self, worker: WorkerId) -> int:
+        """Drop all that is kept of a worker, its lease too; the number of keys dropped. Modifies.
+
+        A worker that lives registers anew with its next heartbeat.
+        """
         ...
 
     async def close(self) -> None:
@@ -103,6 +162,7 @@ class StoreSurvey:
     """`Survey` over a Redis-protocol store, with connections of its own, made with the first call."""
 
     def __init__(self, url: str, scheme: CacheScheme, *, deadline_s: float = 2.0) -> None:
+        self._scheme = scheme
         self._namespace = scheme.namespace
         self._deadline_s = deadline_s
         self._connection = StoreConnection(url, longest_deadline_s=deadline_s, scripts=_SCRIPTS)
@@ -118,26 +178,68 @@ class StoreSurvey:
         return None if found is None else Audited(int(found[0]), int(found[1]))
 
     async def health(self, workers: Iterable[WorkerId]) -> list[ServerHealth]:
-        run_id_to_health: dict[Any, ServerHealth] = {}
-        for place in self._places(workers):
-            look = functools.partial(self._look, place)
-            run_id, health = await self._connection.call("health", self._deadline_s, look)
-            run_id_to_health.setdefault(run_id, health)
-        return list(run_id_to_health.values())
+        places = await self._places("health", workers)
+        return list(await asyncio.gather(*(self._health_of(name, key) for name, key in places.items())))
 
     async def sizes(self, workers: Iterable[WorkerId]) -> dict[WorkerId, WorkerSize]:
         asked = list(workers)
+        await self._connection.discover("sizes", self._deadline_s, ACL_RULES)
+        metas = [self._keys(worker, "meta")[0] for worker in asked]
+        ttls = [Command(meta, ("PTTL", meta)) for meta in metas]
+        leases = await self._connection.ask_each("sizes", self._deadline_s, ttls)
+        reached = [one for one, lease in zip(asked, leases, strict=True) if not isinstance(lease, DirectoryUnavailable)]
 
         async def work() -> list[Any]:
-            return await self._connection.pipeline([command for worker in asked for command in self._size_of(worker)])
+            return await self._connection.pipeline([command for worker in reached for command in self._size_of(worker)])
 
-        answers = await self._connection.call("sizes", self._deadline_s, work)
-        width = len(answers) // max(1, len(asked))
-        return {worker: _parse_size(answers[at * width : (at + 1) * width]) for at, worker in enumerate(asked)}
+        answers = iter(await self._connection.call("sizes", self._deadline_s, work))
+        found = {}
+        for worker, lease in zip(asked, leases, strict=True):
+            if isinstance(lease, DirectoryUnavailable):
+                found[worker] = WorkerSize(None, None, None, None, str(lease))
+            else:
+                found[worker] = _parse_size(lease, [next(answers) for _ in self._size_of(worker)])
+        return found
+
+    async def holding(self, worker: WorkerId) -> Holding:
+        meta, blocks, events, staged = self._keys(worker, "meta", *_DATA_KINDS)
+        commands = [
+            Command(meta, ("HMGET", meta, *RECORD_FIELDS)),
+            Command(blocks, ("SMEMBERS", blocks)),
+            Command(events, ("XLEN", events)),
+            Command(staged, ("SCARD", staged)),
+            Command(meta, ("PTTL", meta)),
+        ]
+        answers = await self._connection.ask_each("holding", self._deadline_s, commands)
+        for answer in answers:
+            if isinstance(answer, DirectoryUnavailable):
+                raise answer
+        *kept, lease_ms = answers
+        row, members, _, num_staged = kept
+        kinds = ("meta", *_DATA_KINDS)
+        spoilt = [kind for kind, answer in zip(kinds, kept, strict=True) if isinstance(answer, Exception)]
+        record = None
+        if "meta" not in spoilt and lease_ms != _NO_KEY:
+            try:
+                record = parse_record(self._scheme, worker, row) if lease_ms >= 0 else None
+            except (ProtocolError, TypeError, ValueError):
+                record = None
+            if record is None:
+                spoilt.insert(0, "meta")
+        found = frozenset() if "blocks" in spoilt else frozenset(members)
+        keys = frozenset(BlockKey(member) for member in found if len(member) == KEY_SIZE_BYTES)
+        return Holding(
+            record,
+            lease_ms / 1000 if lease_ms >= 0 else None,
+            keys,
+            num_foreign=len(found) - len(keys),
+            num_staged=0 if "staged" in spoilt else num_staged,
+            spoilt=tuple(spoilt),
+        )
 
     async def leftovers(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
         found: set[WorkerId] = set()
-        for place in self._places(workers):
+        for place in (await self._places("leftovers", workers)).values():
             cursor = 0
             while True:
                 scan = functools.partial(self._scan, place, cursor)
@@ -153,18 +255,34 @@ class StoreSurvey:
 
         return await self._connection.call("reap", self._deadline_s, work)
 
+    async def discard(self, worker: WorkerId) -> int:
+        keys = self._keys(worker, "meta", *_DATA_KINDS)
+
+        async def work() -> int:
+            return int(await self._connection.execute(keys[0], "UNLINK", *keys))
+
+        return await self._connection.call("discard", self._deadline_s, work)
+
     async def close(self) -> None:
         await self._connection.close()
 
-    def _places(self, workers: Iterable[WorkerId]) -> list[str]:
-        """A key on each server that matters."""
-        return [key for worker in workers for key in self._keys(worker, "meta")] or [self._workers_key]
+    async def _places(self, operation: str, workers: Iterable[WorkerId]) -> dict[str, str]:
+        """Servers that matter, and a key on each."""
+        await self._connection.discover(operation, self._deadline_s, ACL_RULES)
+        keys = [self._workers_key, *(key for worker in workers for key in self._keys(worker, "meta"))]
+        return {self._connection.name_of_server(key): key for key in keys}
 
     @property
     def _workers_key(self) -> str:
         return f"kvr:{{{self._namespace}}}:workers"
 
-    async def _look(self, key: str) -> tuple[Any, ServerHealth]:
+    async def _health_of(self, name: str, key: str) -> ServerHealth:
+        try:
+            return await self._connection.call("health", self._deadline_s, functools.partial(self._look, name, key))
+        except DirectoryUnavailable as error:
+            return ServerHealth(name, str(error))
+
+    async def _look(self, name: str, key: str) -> ServerHealth:
         loop = asyncio.get_running_loop()
         pings_s = []
         for _ in range(_NUM_PINGS):
@@ -175,22 +293,27 @@ class StoreSurvey:
         (info,) = await self._connection.pipeline([Command(key, ("INFO",))])
         told: Mapping[str, Any] = info if isinstance(info, dict) else {}
         databases = [value for name, value in told.items() if re.fullmatch(r"db\d+", name) and isinstance(value, dict)]
-        return told.get("run_id", key), ServerHealth(
+        saves = [told[kind] for kind in ("rdb_last_bgsave_status", "aof_last_write_status") if kind in told]
+        return ServerHealth(
+            name,
             version=_name_and_version(told),
-            ping_s=min(pings_s),
+            role=told.get("role"),
+            ping_p50_s=statistics.median(pings_s),
             used_memory_bytes=told.get("used_memory"),
             max_memory_bytes=told.get("maxmemory") or None,
             eviction_policy=told.get("maxmemory_policy"),
             num_evicted=told.get("evicted_keys"),
-            role=told.get("role"),
             num_keys=sum(database.get("keys", 0) for database in databases) if told else None,
+            num_clients=told.get("connected_clients"),
+            max_clients=told.get("maxclients"),
+            has_append_only_file=bool(told["aof_enabled"]) if "aof_enabled" in told else None,
+            is_save_failing=any(status != "ok" for status in saves) if saves else None,
         )
 
     def _size_of(self, worker: WorkerId) -> list[Command]:
         meta, *data = self._keys(worker, "meta", *_DATA_KINDS)
         blocks, events, _ = data
         return [
-            Command(meta, ("PTTL", meta)),
             Command(blocks, ("SCARD", blocks)),
             Command(events, ("XLEN", events)),
             *(Command(key, ("MEMORY", "USAGE", key)) for key in (meta, *data)),
@@ -217,8 +340,8 @@ class StoreSurvey:
         return worker_keys(self._namespace, worker, *kinds)
 
 
-def _parse_size(answers: Sequence[Any]) -> WorkerSize:
-    lease_ms, num_entries, num_stream_entries, *sizes = answers
+def _parse_size(lease_ms: Any, answers: Sequence[Any]) -> WorkerSize:
+    num_entries, num_stream_entries, *sizes = answers
     is_told = not any(isinstance(size, Exception) for size in sizes)
     return WorkerSize(
         num_entries=num_entries if isinstance(num_entries, int) else None,

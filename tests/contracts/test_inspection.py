@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Set
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -110,6 +111,22 @@ async def test_an_unexpected_error_is_answered_and_harms_nobody(tmp_path: Path) 
         give_inspector(rig, FixedInspector(error=RuntimeError("a bug")))
         with pytest.raises(EngineError, match="the inspection failed: RuntimeError"):
             await inspect(rig)
+        client, _ = await rig.connected()
+        assert len(tokens_of(await collect(submit(client, "a", [1], 3)))) == 3
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError("no buffer space")])
+async def test_an_answer_that_cannot_be_sent_ends_its_connection_and_no_other(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running("local", tmp_path) as rig:
+        give_inspector(rig, FixedInspector(frozenset(keys(range(10)))))
+        monkeypatch.setattr("worker.inspector.ResidentKeys", Mock(side_effect=error))
+        async with asyncio.timeout(60.0):
+            with pytest.raises(ConnectionError):
+                await inspect(rig)
+        monkeypatch.undo()
+        assert len((await inspect(rig)).keys) == 10
         client, _ = await rig.connected()
         assert len(tokens_of(await collect(submit(client, "a", [1], 3)))) == 3
 

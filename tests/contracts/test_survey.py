@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
-from shared.directory.base import MAX_KEYS_PER_CALL, Directory, Reply
-from shared.directory.survey import Audited, StoreSurvey
-from shared.errors import DirectoryUnavailable
+from shared.directory.base import MAX_KEYS_PER_CALL, Directory, Reply, WorkerRecord
+from shared.directory.redis import RedisDirectory
+from shared.directory.survey import Audited, Holding, StoreSurvey
+from shared.errors import ConfigError, DirectoryUnavailable
 from shared.types import CacheScheme, WorkerId
-from tests.support.servers import secured_server
+from tests.faults.test_cluster import names_on
+from tests.support.servers import USER_PASSWORD, ClusterProcesses, redis_cluster, secured_server
 from tests.support.stores import (
     LONG_LEASE_S,
     PATIENT_S,
@@ -28,7 +33,7 @@ from tests.support.stores import (
     worker_info,
 )
 
-__all__ = ["embedded_store", "secured_server"]
+__all__ = ["embedded_store", "redis_cluster", "secured_server"]
 
 pytestmark = pytest.mark.redis
 
@@ -95,13 +100,82 @@ async def test_sizes_are_told_for_each_worker(surveyed: Surveyed) -> None:
 async def test_health_is_told_once_for_each_server(surveyed: Surveyed) -> None:
     await surveyed.publish("w1", range(10))
     (server,) = await surveyed.survey.health([W1, W2])
+    assert (server.error, server.role, server.may_evict, server.num_evicted) == ("", "master", False, 0)
     assert server.version is not None
     assert server.version.startswith(("Redis ", "Valkey "))
-    assert (server.role, server.may_evict, server.num_evicted) == ("master", False, 0)
+    assert server.name in surveyed.url
     assert (server.num_keys or 0) >= 4
     assert (server.used_memory_bytes or 0) > 0
-    assert server.ping_s > 0
+    assert 0 < (server.num_clients or 0) < (server.max_clients or 0)
+    assert (server.has_append_only_file, server.is_save_failing) == (False, False)
+    assert (server.is_nearly_full, server.is_nearly_out_of_clients) == (False, False)
+    assert server.ping_p50_s is not None
     assert len(await surveyed.survey.health([])) == 1
+
+
+async def test_a_store_that_cannot_save_is_told(surveyed: Surveyed) -> None:
+    with something_instead_of_the_dump((await surveyed.client.config_get("dir"))["dir"]):
+        await surveyed.client.bgsave()
+        async with asyncio.timeout(PATIENT_S):
+            while not (await surveyed.survey.health([]))[0].is_save_failing:
+                await asyncio.sleep(0.01)
+    await surveyed.client.save()
+    assert not (await surveyed.survey.health([]))[0].is_save_failing
+
+
+@contextmanager
+def something_instead_of_the_dump(folder: str) -> Iterator[None]:
+    """What a server saves can then not take its name."""
+    in_the_way = Path(folder, "dump.rdb")
+    in_the_way.mkdir()
+    yield
+    in_the_way.rmdir()
+
+
+async def test_what_the_store_holds_of_a_worker_is_told(surveyed: Surveyed) -> None:
+    await surveyed.publish("w1", range(100))
+    held = await surveyed.survey.holding(W1)
+    assert held.record == WorkerRecord(worker_info("w1"), epoch(1), 1)
+    assert (held.blocks, held.num_foreign, held.num_staged, held.spoilt) == (frozenset(keys(range(100))), 0, 0, ())
+    assert 0 < (held.lease_left_s or 0) <= LONG_LEASE_S
+    await surveyed.directory.stage(W1, epoch(1), epoch(2), keys(range(7)))
+    await surveyed.client.sadd(store_key("w1", "blocks"), b"short", b"x" * 17)
+    held = await surveyed.survey.holding(W1)
+    assert (len(held.blocks), held.num_foreign, held.num_staged) == (100, 2, 7)
+
+
+async def test_of_a_worker_without_a_lease_only_leavings_are_told(surveyed: Surveyed) -> None:
+    await surveyed.client.sadd(store_key("w1", "blocks"), key(1))
+    assert await surveyed.survey.holding(W1) == Holding(None, None, frozenset([key(1)]), 0, 0, ())
+
+
+@pytest.mark.parametrize("kind", ["meta", "blocks", "events", "staged"])
+async def test_a_key_of_a_wrong_type_is_told_and_hides_nothing_else(surveyed: Surveyed, kind: str) -> None:
+    await surveyed.publish("w1", range(3))
+    await surveyed.client.set(store_key("w1", kind), "x")
+    held = await surveyed.survey.holding(W1)
+    assert held.spoilt == (kind,)
+    assert (held.record is None) == (kind == "meta")
+    assert len(held.blocks) == (0 if kind == "blocks" else 3)
+
+
+async def test_a_lease_that_never_ends_is_none(surveyed: Surveyed) -> None:
+    await surveyed.publish("w1", range(3))
+    await surveyed.client.persist(store_key("w1", "meta"))
+    held = await surveyed.survey.holding(W1)
+    assert (held.record, held.lease_left_s, held.spoilt) == (None, None, ("meta",))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("info", b"junk"), ("seq", b"junk"), ("epoch", b"\xff"), ("instance", b"x")]
+)
+async def test_a_lease_that_nobody_can_read_is_told_and_dropped(surveyed: Surveyed, name: str, value: bytes) -> None:
+    await surveyed.publish("w1", range(3))
+    await surveyed.client.hset(store_key("w1", "meta"), name, value)
+    held = await surveyed.survey.holding(W1)
+    assert (held.record, held.spoilt, len(held.blocks)) == (None, ("meta",), 3)
+    assert await surveyed.survey.discard(W1) == 3
+    assert await surveyed.survey.holding(W1) == Holding(None, None, frozenset(), 0, 0, ())
 
 
 async def test_a_store_that_throws_out_keys_is_told(surveyed: Surveyed) -> None:
@@ -154,3 +228,42 @@ async def test_a_user_with_few_rights_is_told_what_it_may_know(surveyed: Surveye
     finally:
         await survey.close()
         await surveyed.client.execute_command("ACL", "DELUSER", "narrow")
+
+
+@pytest.mark.parametrize("surveyed", ["redis with TLS and an ACL"], indirect=True)
+async def test_a_wrong_password_is_told_as_what_it_is(surveyed: Surveyed) -> None:
+    survey = StoreSurvey(surveyed.url.replace(USER_PASSWORD, "wrong"), SCHEME, deadline_s=PATIENT_S)
+    try:
+        for ask in (survey.sizes, survey.health, survey.leftovers):
+            with pytest.raises(ConfigError, match="--redis-url: the store refuses the user or the password"):
+                await ask([W1])
+    finally:
+        await survey.close()
+
+
+async def test_of_a_cluster_what_lies_on_a_lost_node_is_unknown_and_the_rest_is_told(
+    redis_cluster: ClusterProcesses,
+) -> None:
+    lost = redis_cluster.nodes[2]
+    (hidden,), (seen,) = names_on(redis_cluster, lost), names_on(redis_cluster, redis_cluster.nodes[0])
+    directory = RedisDirectory(redis_cluster.url, SCHEME, publish_deadline_s=PATIENT_S)
+    survey = StoreSurvey(redis_cluster.url, SCHEME, deadline_s=PATIENT_S)
+    try:
+        for name in (hidden, seen):
+            assert await directory.register(worker_info(name), epoch(1), LONG_LEASE_S) == Reply.OK
+            assert await directory.apply(batch(name, epoch(1), 1, stored=range(3))) == Reply.OK
+        assert len((await survey.holding(hidden)).blocks) == 3
+        lost.kill()
+        with pytest.raises(DirectoryUnavailable, match="holding"):
+            await survey.holding(hidden)
+        assert len((await survey.holding(seen)).blocks) == 3
+        sizes = await survey.sizes([hidden, seen])
+        assert (sizes[seen].num_entries, sizes[seen].error) == (3, "")
+        assert (sizes[hidden].num_entries, sizes[hidden].error[:6]) == (None, "sizes:")
+        health = {server.name: bool(server.error) for server in await survey.health([hidden, seen])}
+        assert health[f"127.0.0.1:{lost.port}"]
+        assert not health[f"127.0.0.1:{redis_cluster.nodes[0].port}"]
+    finally:
+        await survey.close()
+        await directory.close()
+        redis_cluster.start()

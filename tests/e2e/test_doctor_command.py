@@ -60,6 +60,7 @@ def test_a_doctor_finds_what_is_wrong_in_the_store_and_has_it_mended(tmp_path: P
         assert num_blocks >= 5
         assert (worker["num_in_store"], worker["num_in_mirror"]) == (num_blocks, num_blocks)
         assert (worker["state"], worker["parity"], worker["is_stuck"]) == ("ready", "ok", False)
+        assert (worker["lag_s"], worker["is_mirrored"], worker["spoilt"]) == (0.0, True, [])
         assert 0 < worker["lease_left_s"] <= 5
         (server,) = state["store"]["servers"]
         assert (server["role"], server["may_evict"], state["store"]["leftovers"]) == ("master", False, [])
@@ -93,6 +94,20 @@ def test_a_doctor_finds_what_is_wrong_in_the_store_and_has_it_mended(tmp_path: P
             "gone: dropped 1 key that nobody owned",
             f"w0: publishes its engine's {num_blocks} blocks anew",
         ]
+
+        # What is of a wrong type hides a worker from routers until it is mended; a lease that is none of ours for ever.
+        with Redis.from_url(run.redis_url) as client:
+            client.set(f"{tag_of_worker}:blocks", "junk")
+        code, state = doctor("--repair")
+        assert (code, state["problems"]) == (0, [])
+        assert state["repaired"] == [f"w0: publishes its engine's {num_blocks} blocks anew"]
+        with Redis.from_url(run.redis_url) as client:
+            client.hset(f"{tag_of_worker}:meta", "info", "junk")
+        code, state = doctor()
+        assert (code, state["workers"][0]["spoilt"]) == (1, ["meta"])
+        code, state = doctor("--repair")
+        assert (code, state["problems"], state["workers"][0]["num_in_store"]) == (0, [], num_blocks)
+
         healthy = kvroute("doctor")
         assert healthy.returncode == 0, healthy.stdout
         assert healthy.stdout.splitlines()[-1] == "all is well"

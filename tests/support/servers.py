@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -52,7 +53,28 @@ def free_port() -> int:
         return port
 
 
-class ServerProcess:
+class Service(ABC):
+    """Something that runs as long as its context lasts, and leaves nothing behind where it does not start."""
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class ServerProcess(Service):
     """One `redis-server` on a TCP port of its own, the same over restarts, with a folder that outlives its death."""
 
     def __init__(self, *options: str, is_cluster_node: bool = False, is_tls: bool = False) -> None:
@@ -112,17 +134,6 @@ class ServerProcess:
 
     def blocking_client(self) -> BlockingRedis:
         return BlockingRedis.from_url(self.url)
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def _start_once(self) -> bool:
         is_new = self.port == 0
@@ -201,7 +212,7 @@ def make_certificate(certificate: Path, key: Path) -> None:
     subprocess.run(command.split(), check=True, capture_output=True)
 
 
-class ClusterProcesses:
+class ClusterProcesses(Service):
     """A Redis Cluster of primaries without replicas, which goes on with the slots that it has when one is away."""
 
     def __init__(self, num_nodes: int = 3, *options: str) -> None:
@@ -241,17 +252,6 @@ class ClusterProcesses:
 
     def client(self) -> RedisCluster:
         return RedisCluster.from_url(self.url)
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def _join(self) -> None:
         first = self.nodes[0]

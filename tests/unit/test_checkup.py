@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from router.runfile import Run
 from shared.config import Settings
 from shared.directory.embedded import EmbeddedStore
 from shared.directory.redis import RedisDirectory
-from shared.directory.survey import StoreSurvey
+from shared.directory.survey import StoreSurvey, WorkerSize
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, WorkerId
+from tests.faults.test_cluster import WORKERS_KEY, names_on, owner
 from tests.support.fakes import FakeEngine
+from tests.support.servers import ClusterProcesses, redis_cluster
 from tests.support.stores import (
     PATIENT_S,
     SCHEME,
@@ -42,7 +45,7 @@ from worker.host import WorkerHost
 from worker.inspector import PoolInspector
 from worker.publisher import Publisher
 
-__all__ = ["embedded_store"]
+__all__ = ["embedded_store", "redis_cluster"]
 
 pytestmark = pytest.mark.redis
 
@@ -105,11 +108,35 @@ class Ward:
         for worker in self.name_to_worker.values():
             await wait_until(lambda worker=worker: worker.publisher.is_quiet)  # type: ignore[misc]
 
-    async def check_up(self, *, is_repair: bool = False) -> dict[str, Any]:
-        return await check_up(self.run, SETTINGS, PARITY_KEY, is_repair=is_repair, say=self.said.append)
+    async def check_up(self, *, is_repair: bool = False, is_patient: bool = False) -> dict[str, Any]:
+        """With patience there are many heartbeats between two looks, so that what mends itself has done so."""
+        run = replace(self.run, settings={**self.run.settings, "heartbeat_s": 1.0}) if is_patient else self.run
+        return await check_up(run, SETTINGS, PARITY_KEY, is_repair=is_repair, say=self.said.append)
+
+    def key(self, name: str, kind: str) -> str:
+        return f"kvr:{{{SCHEME.namespace}:{name}}}:{kind}"
 
     def blocks_key(self, name: str) -> str:
-        return f"kvr:{{{SCHEME.namespace}:{name}}}:blocks"
+        return self.key(name, "blocks")
+
+
+@asynccontextmanager
+async def staffed(ward: Ward) -> AsyncIterator[Ward]:
+    """The ward with all its workers, each with ten blocks."""
+    try:
+        for name in ward.run.workers:
+            (await ward.start(name)).hold(keys(range(10)))
+        await ward.quiet()
+        yield ward
+    finally:
+        for worker in ward.name_to_worker.values():
+            await worker.publisher.stop()
+            await worker.host.close()
+
+
+def run_on(url: str, *workers: str) -> Run:
+    settings = {"model": SCHEME.model, "redis_url": url, "heartbeat_s": HEARTBEAT_S}
+    return Run("marker", SECRET.hex(), settings, url, "host:1", workers, is_ready=True)
 
 
 @pytest.fixture
@@ -117,18 +144,10 @@ async def ward(embedded_store: EmbeddedStore, tmp_path: Path) -> AsyncIterator[W
     """`w0` and `w1`, each with ten blocks."""
     async with redis_bench(embedded_store) as bench:
         assert isinstance(bench.directory, RedisDirectory)
-        assert bench.client is not None
-        url = embedded_store.url
-        settings = {"model": SCHEME.model, "redis_url": url, "heartbeat_s": HEARTBEAT_S}
-        run = Run("marker", SECRET.hex(), settings, url, "host:1", ("w0", "w1"), is_ready=True)
-        found = Ward(bench.directory, bench.client, run, tmp_path)
-        for name in run.workers:
-            (await found.start(name)).hold(keys(range(10)))
-        await found.quiet()
-        yield found
-        for worker in found.name_to_worker.values():
-            await worker.publisher.stop()
-            await worker.host.close()
+        assert isinstance(bench.client, Redis)
+        run = run_on(embedded_store.url, "w0", "w1")
+        async with staffed(Ward(bench.directory, bench.client, run, tmp_path)) as found:
+            yield found
 
 
 async def test_a_deployment_that_is_well_is_told_so(ward: Ward) -> None:
@@ -137,6 +156,7 @@ async def test_a_deployment_that_is_well_is_told_so(ward: Ward) -> None:
     worker = state["workers"][0]
     assert (worker["num_resident"], worker["num_in_store"], worker["num_in_mirror"]) == (10, 10, 10)
     assert (worker["seq"], worker["store_seq"], worker["num_looks"]) == (1, 1, 1)
+    assert (worker["lag_s"], worker["spoilt"], worker["is_mirrored"]) == (0.0, [], True)
     assert 0 < worker["lease_left_s"] <= LEASE_S
     assert json.loads(json.dumps(state)) == state
     assert [line.split()[:6] for line in check_up_text(state).splitlines()[1:3]] == [
@@ -166,6 +186,66 @@ async def test_what_is_planted_in_the_store_is_found_and_mended_from_the_engine(
     assert await ward.directory.resident(WorkerId("w0")) == set(keys(range(10)))
     assert ward.name_to_worker["w0"].publisher.num_snapshots["repair"] == 1
     assert ward.name_to_worker["w1"].publisher.num_snapshots["repair"] == 0
+
+
+@pytest.mark.parametrize("kind", ["blocks", "events", "staged"])
+async def test_a_key_of_a_wrong_type_is_found_and_mended(ward: Ward, kind: str) -> None:
+    await ward.client.set(ward.key("w0", kind), "junk")
+    state = await ward.check_up()
+    assert (state["is_healthy"], state["store"]["is_reachable"]) == (False, True)
+    assert f"w0: the store holds something else than it should under {kind}" in state["problems"]
+    assert [worker["spoilt"] for worker in state["workers"]] == [[kind], []]
+    assert state["workers"][1]["num_in_store"] == 10
+    state = await ward.check_up(is_repair=True, is_patient=True)
+    assert state["repaired"] == ["w0: publishes its engine's 10 blocks anew"]
+    assert (state["is_healthy"], state["problems"]) == (True, [])
+    assert [worker["num_in_mirror"] for worker in state["workers"]] == [10, 10]
+    assert await ward.directory.resident(WorkerId("w0")) == set(keys(range(10)))
+
+
+@pytest.mark.parametrize(("name", "value"), [("info", b"junk"), ("instance", b"somebody else")])
+async def test_a_lease_that_nobody_can_read_is_found_and_taken_anew(ward: Ward, name: str, value: bytes) -> None:
+    await ward.client.hset(ward.key("w0", "meta"), name, value)
+    state = await ward.check_up()
+    assert state["problems"] == ["w0: the store holds something else than it should under meta"]
+    state = await ward.check_up(is_repair=True, is_patient=True)
+    assert state["repaired"] == ["w0: dropped what cannot be read; it registers anew with its next heartbeat"]
+    assert (state["is_healthy"], state["problems"]) == (True, [])
+    assert await ward.directory.resident(WorkerId("w0")) == set(keys(range(10)))
+
+
+async def test_a_store_that_was_emptied_is_well_again_by_itself(ward: Ward) -> None:
+    await ward.client.flushall()
+    state = await ward.check_up(is_patient=True)
+    assert (state["is_healthy"], state["problems"]) == (True, [])
+    assert [worker["num_in_store"] for worker in state["workers"]] == [10, 10]
+
+
+async def test_values_that_are_no_block_keys_are_found_and_mended(ward: Ward) -> None:
+    await ward.client.sadd(ward.blocks_key("w0"), b"short", b"x" * 40)
+    state = await ward.check_up()
+    assert state["problems"] == ["w0: 2 values in its set that can be no block"]
+    state = await ward.check_up(is_repair=True)
+    assert (state["is_healthy"], state["problems"]) == (True, [])
+    assert await ward.client.scard(ward.blocks_key("w0")) == 10
+
+
+async def test_a_store_that_is_full_is_told_with_what_it_holds(ward: Ward) -> None:
+    await ward.client.config_set("maxmemory", 1000)
+    try:
+        ward.name_to_worker["w0"].hold(keys([10]))
+        state = await ward.check_up()
+    finally:
+        await ward.client.config_set("maxmemory", 0)
+    assert not state["is_healthy"]
+    assert state["problems"][0].startswith("store: cannot be used: connect: OutOfMemoryError: command not allowed")
+    assert "has little memory left: it uses " in state["problems"][1]
+    assert [worker["num_in_store"] for worker in state["workers"]] == [10, 10]
+    assert [(worker["num_missing"], worker["is_stuck"]) for worker in state["workers"]] == [(1, True), (0, False)]
+    assert state["problems"][-1].startswith("w0: its publisher does not get through to the store with 1 change, up to ")
+    assert [worker["lag_s"] > 0 for worker in state["workers"]] == [True, False]
+    await ward.quiet()
+    assert [worker["lag_s"] for worker in (await ward.check_up())["workers"]] == [0.0, 0.0]
 
 
 async def test_a_repair_goes_by_the_engine_and_not_by_its_publisher(ward: Ward) -> None:
@@ -303,6 +383,37 @@ def test_a_size_that_is_not_told_makes_no_sum() -> None:
     assert holdings._total([]) == 0
 
 
+async def test_of_a_cluster_the_workers_of_a_lost_node_are_unknown_and_the_others_are_examined(
+    redis_cluster: ClusterProcesses, tmp_path: Path
+) -> None:
+    kept = owner(redis_cluster, WORKERS_KEY)
+    lost = next(node for node in redis_cluster.nodes if node is not kept)
+    (hidden,), (seen,) = names_on(redis_cluster, lost), names_on(redis_cluster, kept)
+    url = kept.url
+    directory = RedisDirectory(url, SCHEME, publish_deadline_s=PATIENT_S)
+    try:
+        async with (
+            contextlib.aclosing(kept.client()) as client,
+            staffed(Ward(directory, client, run_on(url, hidden, seen), tmp_path)) as ward,
+        ):
+            state = await ward.check_up()
+            assert (state["problems"], len(state["store"]["servers"])) == ([], 2)
+            await client.sadd(ward.blocks_key(seen), key(500))
+            lost.kill()
+            state = await ward.check_up()
+            assert [worker["state"] for worker in state["workers"]] == ["unknown", "ready"]
+            assert not state["is_healthy"]
+            told = "\n".join(state["problems"])
+            assert f"store 127.0.0.1:{lost.port}: does not answer: " in told
+            assert f"{hidden}: nothing is known of it: holding: " in told
+            assert f"{seen}: 1 phantom block, which" in told
+            assert "lease" not in told
+            redis_cluster.start()
+    finally:
+        redis_cluster.start()
+        await directory.close()
+
+
 # The commands themselves.
 
 
@@ -315,6 +426,7 @@ def test_a_size_that_is_not_told_makes_no_sum() -> None:
         (["directory", "who", "--file", "prompt.txt"], "nothing is running"),
         (["directory", "who"], "--file, --messages: one is needed"),
         (["directory", "who", "--file", "missing.txt"], "--file: cannot read"),
+        (["directory", "who", "--messages", "prompt.txt"], "prompt.txt is not JSON"),
     ],
 )
 def test_bad_usage_is_told_with_exit_code_2(
@@ -362,9 +474,39 @@ def test_a_store_that_is_away_is_told_and_ends_with_1(tmp_path: Path, capsys: py
     assert (state["is_healthy"], state["store"]["is_reachable"]) == (False, False)
     assert [worker["state"] for worker in state["workers"]] == ["unknown"]
     assert cli.main(["doctor", "--run-dir", str(tmp_path)]) == 1
-    assert "store: does not answer: connect" in capsys.readouterr().out
+    assert "store: does not answer: health: ConnectionError" in capsys.readouterr().out
+    assert cli.main(["status", "--json", "--run-dir", str(tmp_path)]) == 0
+    assert [worker["state"] for worker in json.loads(capsys.readouterr().out)["workers"]] == ["unknown"]
     assert cli.main(["directory", "size", "--run-dir", str(tmp_path)]) == 1
     assert "error: sizes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '["a"]', '[{"rle": "user"}]', '[{"role": "user", "content": "\\ud800"}]'])
+def test_messages_that_are_none_are_refused_with_the_files_name(
+    stranded: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = stranded / "messages.json"
+    path.write_text(text)
+    assert cli.main(["directory", "who", "--messages", str(path), "--run-dir", str(stranded)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, f"error: --messages: {path}: " in err) == ("", True)
+
+
+def test_a_size_that_is_known_in_part_is_printed_and_ends_with_1(
+    stranded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def sizes(survey: StoreSurvey, workers: object) -> dict[WorkerId, WorkerSize]:
+        away = WorkerSize(None, None, None, None, "sizes: no answer within 10 s")
+        return {WorkerId("w7"): WorkerSize(3, 200, 1, 4.5), WorkerId("w8"): away}
+
+    monkeypatch.setattr(StoreSurvey, "sizes", sizes)
+    assert cli.main(["directory", "size", "--run-dir", str(stranded)]) == 1
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["w7", "3", "200", "1"],
+        ["w8", "-", "-", "-"],
+        ["total", "-", "-", "-"],
+        ["w8:", "not", "known:", "sizes:", "no", "answer", "within", "10", "s"],
+    ]
 
 
 def test_views_of_the_directory_are_printed(stranded: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,9 @@ def test_all_figures_are_of_one_moment() -> None:
             publisher.on_blocks(BlockChange(removed=keys([9])))
             report, resident = await inspector.inspect(Inspect(7))
             assert resident == set(keys([*range(10), 20, 21]))
-            assert report == Inspection(7, 12, publisher.epoch, 1, 9, 3, 1, is_quiet=False, num_audits=3, num_drifts=1)
+            assert report == Inspection(
+                7, 12, publisher.epoch, 1, 9, 3, 1, is_quiet=False, num_audits=3, num_drifts=1, lag_s=0.0
+            )
 
     run_virtual(scenario())
 

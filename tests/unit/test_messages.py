@@ -64,7 +64,7 @@ FRAME = Frame(
     ),
     STATUS,
 )
-INSPECTION = Inspection(2, 3, Epoch("e" * 32), 4, 5, 6, 7, is_quiet=True, num_audits=8, num_drifts=9)
+INSPECTION = Inspection(2, 3, Epoch("e" * 32), 4, 5, 6, 7, is_quiet=True, num_audits=8, num_drifts=9, lag_s=0.5)
 EVERY_MESSAGE = [
     Challenge(b"nonce"),
     Hello(1, RouterId("router"), b"s" * 16, b"nonce", b"proof", 0),
@@ -119,7 +119,7 @@ def test_golden_inspection() -> None:
         encode(message).hex() for message in (Inspect(2, is_repair=True), INSPECTION, ResidentKeys(2, b"k" * 16))
     ] == [
         "930802c3",
-        "9c090203d920" + "65" * 32 + "04050607c30809c0",
+        "9d090203d920" + "65" * 32 + "04050607c30809c0cb3fe0000000000000",
         "930a02c4106b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b",
     ]
 

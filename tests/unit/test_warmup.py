@@ -472,11 +472,11 @@ def folder(tmp_path: Path) -> Path:
 def test_an_order_reads_its_file(folder: Path) -> None:
     given = {**GOOD, "ttl_s": "1.5", "on_workers": "2", "cache_salt": "tenant"}
     assert warmup.read_order({**given, "file": folder / "prompt.txt"}) == Order(
-        "system", "be brief", None, 1.5, 2, "tenant"
+        "system", "be brief", None, 1.5, 2, "tenant", str(folder / "prompt.txt")
     )
     for name in ("messages.json", "wrapped.json"):
         assert warmup.read_order({**GOOD, "messages": folder / name}) == Order(
-            "system", None, [{"role": "system", "content": "be brief"}], None, None, ""
+            "system", None, [{"role": "system", "content": "be brief"}], None, None, "", str(folder / name)
         )
 
 
