@@ -102,6 +102,8 @@ class Publisher:
         self.num_block_events = 0
         self.num_snapshots: Counter[str] = Counter()
         """Snapshots made, by cause."""
+        self.num_dropped = 0
+        """Changes that waited for the store and were then left to a snapshot."""
 
     @property
     def resident(self) -> Set[BlockKey]:
@@ -353,6 +355,7 @@ class Publisher:
 
     def _plan_snapshot(self, cause: str) -> None:
         self._snapshot_cause = cause
+        self.num_dropped += len(self._pending)
         self._pending.clear()
 
     def _set_back(self) -> None:
