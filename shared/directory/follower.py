@@ -301,7 +301,7 @@ class Follower:
     def _note_fault(self, what: str) -> None:
         level = logging.DEBUG if self.num_faults else logging.ERROR
         self.num_faults += 1
-        logger.log(level, "%s failed: unexpected error", what, exc_info=True)
+        logger.log(level, "%s failed", what, exc_info=True)
 
     # Following.
 

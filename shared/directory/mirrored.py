@@ -248,7 +248,7 @@ class MirroredDirectory:
                 # A fault here must not end the watch over leases for good.
                 level = logging.DEBUG if self._num_faults else logging.ERROR
                 self._num_faults += 1
-                logger.log(level, "reading leases for the mirror failed: unexpected error", exc_info=True)
+                logger.log(level, "refresh of the mirror failed", exc_info=True)
                 # Leases that nobody has looked at since have run out as it seems: that is no cause for haste.
                 await asyncio.sleep(self._refresh_s)
             else:
