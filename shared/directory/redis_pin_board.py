@@ -135,14 +135,22 @@ class RedisPinBoard:
         await self._connection.close()
 
     async def _run(self, script: str, *arguments: Argument) -> Any:
-        return await self._connection.call(
-            script, self._deadline_s, lambda: self._connection.run(f"pins+{script}", self._keys, *arguments)
-        )
+        command = self._connection.script_command(f"pins+{script}", self._keys, *arguments)
+        return await self._ask(script, " or ".join(self._keys), command)
 
     async def _execute(self, operation: str, key: str, *arguments: Argument) -> Any:
-        return await self._connection.call(
-            operation, self._deadline_s, lambda: self._connection.execute(key, *arguments)
-        )
+        return await self._ask(operation, key, Command(key, arguments))
+
+    async def _ask(self, operation: str, keys: str, command: Command) -> Any:
+        async def work() -> Any:
+            (answer,) = await self._connection.pipeline([command])
+            if is_malformed(answer):
+                self._refusals.note(keys, answer)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return await self._connection.call(operation, self._deadline_s, work)
 
     def _parse_wanted(self, reply: Any) -> Wanted | None:
         if not reply:

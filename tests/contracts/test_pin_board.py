@@ -404,7 +404,9 @@ async def test_a_hostile_report_is_left_out_and_counted(redis_bench: BoardBench)
 
 
 @pytest.mark.redis
-async def test_a_board_that_is_not_ours_is_no_wish_to_unpin_everything(redis_bench: BoardBench) -> None:
+async def test_a_board_that_is_not_ours_is_no_wish_to_unpin_everything(
+    redis_bench: BoardBench, caplog: pytest.LogCaptureFixture
+) -> None:
     client, board = redis_bench.client, redis_bench.board
     assert client is not None
     await client.set(f"{PINS}:board", b"somebody's")
@@ -414,8 +416,12 @@ async def test_a_board_that_is_not_ours_is_no_wish_to_unpin_everything(redis_ben
     await board.clear()
     await client.sadd(f"{PINS}:index", b"x")
     await client.set(f"{PINS}:board", B1)
+    num_malformed = board.num_malformed  # type: ignore[attr-defined]
     with pytest.raises(DirectoryUnavailable, match="WRONGTYPE"):
         await board.follow(B1)
+    assert board.num_malformed == num_malformed + 1  # type: ignore[attr-defined]
+    assert f'{PINS}:board in the store holds what is not ours and is refused: "somebody' in caplog.text
+    assert f"{PINS}:removed in the store holds what is not ours and is refused: WRONGTYPE" in caplog.text
 
 
 def test_tokens_and_content_of_a_spec() -> None:
