@@ -43,6 +43,7 @@ _OVERTAKEN = (
     "its stream, which keeps some 10 s or 1000 batches, has lost what came next; this process needs more processor "
     "time, or a faster way to the store"
 )
+_UNREADABLE = "its stream cannot be read"
 _NEW_EPOCH = "it has registered or sent a snapshot meanwhile"
 
 
@@ -161,9 +162,9 @@ class Follower:
             if worker not in self._worker_to_load and not self._is_oversized(worker, lease):
                 self._load(worker)
         elif self._has_gone_astray(followed, lease):
-            self._reload(worker, _NEW_EPOCH if followed.epoch != lease.epoch else _OVERTAKEN)
+            self._reload(worker, _why_astray(followed, lease))
         else:
-            self._settle(worker)
+            self._settle(worker, followed)
 
     def _has_gone_astray(self, followed: _Followed, lease: Lease) -> bool:
         """Whether the stream will never lead the copy to where the store is.
@@ -187,17 +188,18 @@ class Follower:
 
     def _reload(self, worker: WorkerId, reason: str) -> None:
         """Load a worker again whose copy has gone astray. Modifies."""
+        followed = self._worker_to_followed[worker]
         self._give_up(worker)
-        if self._settle(worker):
+        if self._settle(worker, followed):
             logger.info("the mirror's copy of worker %s is loaded again: %s", worker, reason)
         else:
             self._note_wasted(worker, reason)
         self._load(worker)
 
-    def _settle(self, worker: WorkerId) -> bool:
-        """Whether the last load was worth its while; then those before it count no more. Modifies."""
+    def _settle(self, worker: WorkerId, followed: _Followed) -> bool:
+        """Whether the load of this copy was worth its while; then those before it count no more. Modifies."""
         loads = self._loads_of(worker)
-        if asyncio.get_running_loop().time() < loads.ended_at_s + _STEADY_S:
+        if not followed.is_shown or asyncio.get_running_loop().time() < loads.ended_at_s + _STEADY_S:
             return False
         if loads.is_told:
             logger.warning("worker %s is mirrored again", worker)
@@ -401,3 +403,11 @@ class Follower:
             except Exception:
                 # A fault here must not end the cleaning for good: it goes on with the next copy that is dropped.
                 self._note_fault("cleaning the mirror")
+
+
+def _why_astray(followed: _Followed, lease: Lease) -> str:
+    """Why the stream does not lead a copy that stands still to where the store is."""
+    if followed.epoch != lease.epoch:
+        return _NEW_EPOCH
+    is_read = followed.behind is not None and followed.num_reads > followed.behind[1]
+    return _OVERTAKEN if is_read else _UNREADABLE

@@ -138,6 +138,34 @@ def test_sets_that_cannot_be_read_are_told_once_for_each_worker(caplog: pytest.L
     assert all(told.endswith("no answer within 1 s") for told in warnings(caplog))
 
 
+def test_stream_that_cannot_be_read_is_told_of_once_and_until_it_can(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        store = Store()
+        await store.hold("w1", range(5))
+        async with reading(store) as reader:
+            read = reader.feed.read
+
+            async def no_read(worker_to_entry: Mapping[WorkerId, EntryId], wait_s: float) -> object:
+                raise DirectoryUnavailable("read: an entry of gigabytes")
+
+            reader.feed.read = no_read  # type: ignore[method-assign,assignment]
+            for seq in range(2, 200):
+                await store.apply(batch("w1", E1, seq, [seq + 3]))
+                await asyncio.sleep(1.0)
+            assert reader.directory.shown == set()
+            assert len(warnings(caplog)) == 1
+            reader.feed.read = read  # type: ignore[method-assign]
+            await reader.directory.caught_up()
+            await asyncio.sleep(15.0)
+
+    run_virtual(scenario())
+    assert [text.split(",")[0] for text in warnings(caplog)] == [
+        "worker w1 is not mirrored after 3 attempts",
+        "worker w1 is mirrored again",
+    ]
+    assert warnings(caplog)[0].endswith(": its stream cannot be read")
+
+
 def test_fault_while_streams_are_read_is_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         store = Store()
