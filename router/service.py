@@ -17,7 +17,6 @@ from router.policies.base import Policy
 from router.queue import HoldQueue, Placement
 from router.requests import Generated, GenerateRequest, RequestTrace
 from shared.directory.base import Directory, Match
-from shared.directory.mirrored import MirroredDirectory
 from shared.errors import DirectoryUnavailable, EngineError, Overloaded, WorkerLost
 from shared.hashing import block_keys, root_key
 from shared.telemetry import Metrics
@@ -52,6 +51,7 @@ class Router:
         self.metrics = metrics
         self._clock = clock
         self.directory = directory
+        directory.expose(metrics)
         self._scheme = scheme
         self._policy = policy
         self._max_attempts = max_attempts
@@ -206,6 +206,4 @@ class Router:
     def render_metrics(self) -> bytes:
         """All metrics as of now, as a Prometheus server reads them."""
         self.metrics.note_workers(self.fleet.state_to_count())
-        if isinstance(self.directory, MirroredDirectory):
-            self.metrics.note_mirror(self.directory.num_entries, self.directory.num_batches_behind)
         return self.metrics.render()

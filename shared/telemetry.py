@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Literal, Protocol, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 _ROOMS = ("router", "worker", "shared")
 _TEXT_FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
@@ -88,11 +90,58 @@ class Trace(Protocol):
     cached_tokens: int
 
 
-class Metrics:
-    """All metrics of one router, in a registry of its own, so that several routers live in one process."""
+class Readings(Collector):
+    """Metrics of numbers that their owners keep as plain ones: read when somebody asks, so that counting stays cheap.
+
+    Each owner has a method `expose`, which names what it counts. All are in one registry, so that several routers or
+    workers live in one process.
+    """
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._name_to_reading: dict[str, Callable[[], Metric]] = {}
+
+    def add_counter(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Tell a number that only grows, as `name` with `_total` behind it. Modifies."""
+        self._add(name, lambda: CounterMetricFamily(name, text, read()))
+
+    def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Tell a number that goes up and down. Modifies."""
+        self._add(name, lambda: GaugeMetricFamily(name, text, read()))
+
+    def add_counters(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
+        """Tell numbers that only grow, one for each value of a label. Modifies."""
+
+        def reading() -> Metric:
+            family = CounterMetricFamily(name, text, labels=[label])
+            for value, count in read().items():
+                family.add_metric([value], count)
+            return family
+
+        self._add(name, reading)
+
+    def collect(self) -> Iterator[Metric]:
+        """What the registry asks for."""
+        for reading in self._name_to_reading.values():
+            yield reading()
+
+    def render(self) -> bytes:
+        """The text that a Prometheus server reads."""
+        return generate_latest(self.registry)
+
+    def _add(self, name: str, reading: Callable[[], Metric]) -> None:
+        if name in self._name_to_reading:
+            raise ValueError(f"{name} is told by somebody already")
+        self._name_to_reading[name] = reading
+
+
+class Metrics(Readings):
+    """All metrics of one router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        registry = self.registry
         self._requests = Counter(
             "kvroute_requests", "Requests that ended, by policy and how.", ["policy", "outcome"], registry=registry
         )
@@ -126,16 +175,6 @@ class Metrics:
         self._directory_degraded = Counter(
             "kvroute_directory_degraded", "Requests routed while the directory did not answer.", registry=registry
         )
-        self._mirror_entries = Gauge(
-            "kvroute_mirror_entries",
-            "Pairs of a worker and a block in this router's mirror of the directory.",
-            registry=registry,
-        )
-        self._mirror_batches_behind = Gauge(
-            "kvroute_mirror_batches_behind",
-            "Batches of events that the store had and the mirror had not when leases were last read.",
-            registry=registry,
-        )
         self._failovers = Counter(
             "kvroute_failovers", "Attempts that a worker failed, by how far they were.", ["stage"], registry=registry
         )
@@ -161,17 +200,8 @@ class Metrics:
         """Count one request that was routed without the directory."""
         self._directory_degraded.inc()
 
-    def note_mirror(self, num_entries: int, num_batches_behind: int) -> None:
-        """Set how large the mirror of the directory is, and how late."""
-        self._mirror_entries.set(num_entries)
-        self._mirror_batches_behind.set(num_batches_behind)
-
     def note_workers(self, state_to_count: Mapping[str, int]) -> None:
         """Set how many workers are in each state; states that are left out have none."""
         self._workers.clear()
         for state, count in state_to_count.items():
             self._workers.labels(state).set(count)
-
-    def render(self) -> bytes:
-        """The text that a Prometheus server reads."""
-        return generate_latest(self.registry)

@@ -20,12 +20,14 @@ from shared.directory.base import Directory
 from shared.directory.survey import StoreSurvey
 from shared.errors import WorkerIdTaken
 from shared.hashing import parity_key, tokenizer_fingerprint
+from shared.telemetry import Readings
 from shared.types import CacheScheme, Instance, WorkerId, WorkerInfo
 from worker.auditor import AuditCounts, Auditor
 from worker.engines.base import BlockChange, Engine, EngineInfo, OnBlocks, OnDeath
 from worker.engines.demo_model import prepare_model
 from worker.host import WorkerHost
 from worker.inspector import PoolInspector
+from worker.metrics import expose_audits, expose_pinner, expose_publisher
 from worker.pinner import Pinner
 from worker.publisher import Publisher
 
@@ -71,6 +73,8 @@ class Worker:
         self._host: WorkerHost | None = None
         self._publisher: Publisher | None = None
         self._pinner: Pinner | None = None
+        self.metrics = Readings()
+        """All that this worker counts, once it has started."""
 
     async def start(self) -> WorkerInfo:
         """Load the model, listen, register, and serve.
@@ -98,6 +102,7 @@ class Worker:
         # A store that is away is the publisher's business: it registers when the store is back.
         directory = await connect_directory(options.redis_url, scheme, must_answer=False)
         self._exit.push_async_callback(directory.close)
+        directory.expose(self.metrics)
         instance = Instance(secrets.token_hex(16))
         audits = AuditCounts()
         host = self._host = WorkerHost(
@@ -124,6 +129,7 @@ class Worker:
         )
         self._publisher = self._make_publisher(directory, engine, info)
         self._exit.push_async_callback(self._publisher.stop)
+        expose_publisher(self._publisher, self.metrics)
         await self._register(self._publisher)
         self._start_audits(engine, self._publisher, info, audits)
         self._follow_pins(engine, engine_info, info)
@@ -147,6 +153,7 @@ class Worker:
         options, settings = self._options, self._options.settings
         board = open_pin_board(options.redis_url, info.scheme)
         self._exit.push_async_callback(board.close)
+        board.expose(self.metrics)
         self._pinner = Pinner(
             board,
             engine,
@@ -157,11 +164,13 @@ class Worker:
             heartbeat_s=settings.heartbeat_s,
         )
         self._exit.push_async_callback(self._pinner.stop)
+        expose_pinner(self._pinner, self.metrics)
         self._pinner.start()
 
     def _start_audits(self, engine: Engine, publisher: Publisher, info: WorkerInfo, audits: AuditCounts) -> None:
         survey = StoreSurvey(self._options.redis_url, info.scheme)
         self._exit.push_async_callback(survey.close)
+        expose_audits(audits, self.metrics)
         rng = random.Random(f"{self._options.settings.seed}:{info.worker}:audits")
         auditor = Auditor(
             info.worker, engine, publisher, survey, rng=rng, counts=audits, audit_s=self._options.settings.audit_s

@@ -63,7 +63,6 @@ class Publisher:
         self._on_evicted = on_evicted
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-
         self._resident: set[BlockKey] = set()
         self._pending: dict[BlockKey, bool] = {}
         """Key -> whether it is resident, for changes that no batch carries yet."""
@@ -88,12 +87,13 @@ class Publisher:
         self._faulted_at_s = 0.0
         self._pause_s = 0.0
         self._lost_at_s: float | None = None
-
         self.is_evicted = False
         self.num_batches = 0
         self.num_block_events = 0
         self.num_snapshots: Counter[str] = Counter()
         """Snapshots made, by cause."""
+        self.num_dropped = 0
+        """Changes that waited for the store and were then left to a snapshot."""
 
     @property
     def resident(self) -> Set[BlockKey]:
@@ -356,6 +356,7 @@ class Publisher:
 
     def _plan_snapshot(self, cause: str) -> None:
         self._snapshot_cause = cause
+        self.num_dropped += len(self._pending)
         self._pending.clear()
         self._backlog.send(asyncio.get_running_loop().time())
 

@@ -6,6 +6,7 @@ Chooses implementations by the scheme of a URL.
 from __future__ import annotations
 
 import asyncio
+import random
 from urllib.parse import urlsplit
 
 from shared.directory.base import Directory
@@ -55,7 +56,7 @@ async def connect_directory(
         return directory
     from shared.directory.mirrored import MirroredDirectory
 
-    mirrored = MirroredDirectory(directory, directory.feed(reader))
+    mirrored = MirroredDirectory(directory, directory.feed(reader), rng=random.Random(reader))
     mirrored.start()
     return mirrored
 

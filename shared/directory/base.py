@@ -21,10 +21,14 @@ from enum import StrEnum
 from typing import Protocol
 
 from shared.errors import ConfigError
+from shared.telemetry import Readings
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, Tier, WorkerId, WorkerInfo
 
 MAX_KEYS_PER_CALL = 4096
 """Most keys in one `apply` or `stage`: bounds how long one atomic call holds the store."""
+
+MAX_WORKERS = 4096
+"""Most workers of one namespace that anybody looks at: a list in the store may be anybody's."""
 
 
 def check_scheme(info: WorkerInfo, scheme: CacheScheme) -> None:
@@ -148,6 +152,10 @@ class Directory(Protocol):
 
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
         """Every key held by one worker; empty if it is not there. For tools and tests: linear in the set."""
+        ...
+
+    def expose(self, readings: Readings) -> None:
+        """Have what is counted here told as metrics. Modifies `readings`."""
         ...
 
     async def close(self) -> None:

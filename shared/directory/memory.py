@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.directory.base import Match, Reply, WorkerRecord, check_batch, check_num_keys, check_scheme
+from shared.telemetry import Readings
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
 
 
@@ -132,6 +133,9 @@ class MemoryDirectory:
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
         entry = self._live(worker)
         return set() if entry is None else set(entry.resident)
+
+    def expose(self, readings: Readings) -> None:
+        """Nothing is counted here."""
 
     async def close(self) -> None:
         """Nothing to release; what the directory holds stays."""

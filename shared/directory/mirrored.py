@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import random
 from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,15 @@ from shared.directory.feed import Feed, Lease
 from shared.directory.follower import DEFAULT_WAIT_S, Follower
 from shared.directory.mirror import Mirror
 from shared.errors import DirectoryUnavailable
+from shared.telemetry import Readings
 from shared.types import BlockKey, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE_S = 0.002
 """The store tells leases in milliseconds: a look right at the end of one may still find it."""
+_LONGEST_GRACE_S = 60.0
+"""Who lives comes back to a store with its next heartbeat; a lease may claim any length."""
 
 
 @dataclass(slots=True)
@@ -55,17 +59,20 @@ class MirroredDirectory:
         inner: Directory,
         feed: Feed,
         *,
+        rng: random.Random | None = None,
         refresh_s: float = 1.0,
         wait_s: float = DEFAULT_WAIT_S,
     ) -> None:
+        """`rng` spreads what several readers would do at the same time."""
         self._inner = inner
         self._feed = feed
         self._refresh_s = refresh_s
         self._mirror = Mirror()
-        self._follower = Follower(feed, self._mirror, wait_s=wait_s)
+        self._follower = Follower(feed, self._mirror, rng=rng or random.Random(0), wait_s=wait_s)
         self._worker_to_known: dict[WorkerId, _Known] = {}
         self._refreshing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._num_faults = 0
         self.num_stale_matches = 0
 
     @property
@@ -87,6 +94,16 @@ class MirroredDirectory:
     def num_loads(self) -> int:
         """Times that a worker was loaded from its set."""
         return self._follower.num_loads
+
+    @property
+    def num_wasted_loads(self) -> int:
+        """Loads without a copy, or with one that did not last."""
+        return self._follower.num_wasted_loads
+
+    @property
+    def num_faults(self) -> int:
+        """Unexpected errors; the first of a kind is logged whole."""
+        return self._num_faults + self._follower.num_faults
 
     @property
     def num_keys_applied(self) -> int:
@@ -177,6 +194,38 @@ class MirroredDirectory:
         """Every key that the mirror has of one worker; `None` if it has none of it. For tools and tests."""
         return self._mirror.resident(worker)
 
+    def expose(self, readings: Readings) -> None:
+        self._inner.expose(readings)
+        readings.add_counter(
+            "kvroute_mirror_stale_matches",
+            "Matches given from the mirror while the store did not answer.",
+            lambda: self.num_stale_matches,
+        )
+        readings.add_counter(
+            "kvroute_mirror_loads", "Times that a worker was loaded into the mirror.", lambda: self.num_loads
+        )
+        readings.add_counter(
+            "kvroute_mirror_wasted_loads",
+            "Loads of a worker that came to nothing, or to a copy that did not last.",
+            lambda: self.num_wasted_loads,
+        )
+        readings.add_counter(
+            "kvroute_mirror_applied_keys",
+            "Block keys set or unset in the mirror, by loading and by following.",
+            lambda: self.num_keys_applied,
+        )
+        readings.add_counter("kvroute_mirror_faults", "Unexpected errors in the mirror.", lambda: self.num_faults)
+        readings.add_gauge(
+            "kvroute_mirror_entries",
+            "Pairs of a worker and a block in this router's mirror of the directory.",
+            lambda: self.num_entries,
+        )
+        readings.add_gauge(
+            "kvroute_mirror_batches_behind",
+            "Batches of events that the store had and the mirror had not when leases were last read.",
+            lambda: self.num_batches_behind,
+        )
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -197,7 +246,9 @@ class MirroredDirectory:
                 await asyncio.sleep(self._pause_s())
             except Exception:
                 # A fault here must not end the watch over leases for good.
-                logger.exception("refresh of the mirror failed")
+                level = logging.DEBUG if self._num_faults else logging.ERROR
+                self._num_faults += 1
+                logger.log(level, "refresh of the mirror failed", exc_info=True)
                 # Leases that nobody has looked at since have run out as it seems: that is no cause for haste.
                 await asyncio.sleep(self._refresh_s)
             else:
@@ -228,7 +279,7 @@ class MirroredDirectory:
                 raise
             self._suspect_store_of(self._worker_to_known.keys() - found.keys())
             now = clock()
-            excused_until_s = now + self._longest_lease_s()
+            excused_until_s = now + min(self._longest_lease_s(), _LONGEST_GRACE_S)
             for worker, standing in found.items():
                 known, lease = self._worker_to_known.get(worker), standing.lease
                 if known is not None and (known.is_store_suspect or not standing.is_canary_kept):
@@ -249,8 +300,7 @@ class MirroredDirectory:
 
     def _longest_lease_s(self) -> float:
         """What the leases known so far would have lasted: who is alive has come back by then."""
-        ttls_s = [known.lease.ttl_s for known in self._worker_to_known.values() if known.lease.ttl_s < math.inf]
-        return max(ttls_s, default=0.0)
+        return max((known.lease.ttl_s for known in self._worker_to_known.values()), default=0.0)
 
 
 def _nearer(goal: Lease, lease: Lease) -> Lease:

@@ -21,6 +21,7 @@ from typing import NewType, Protocol
 
 from shared.errors import ConfigError, PinRefused
 from shared.hashing import TOKEN_SIZE_BYTES
+from shared.telemetry import Readings
 from shared.types import Instance, WorkerId
 
 MAX_PINS = 256
@@ -206,6 +207,10 @@ class PinBoard(Protocol):
         """Drop the board and all that is on it, but for the reports, which go with their leases. Modifies."""
         ...
 
+    def expose(self, readings: Readings) -> None:
+        """Have what is counted here told as metrics. Modifies `readings`."""
+        ...
+
     async def close(self) -> None:
         """Release connections. The store keeps what it has."""
         ...
@@ -308,6 +313,9 @@ class MemoryPinBoard:
 
     async def clear(self) -> None:
         self._board = None
+
+    def expose(self, readings: Readings) -> None:
+        """Nothing is counted here."""
 
     async def close(self) -> None:
         """Nothing to release; what is on the board stays."""

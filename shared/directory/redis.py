@@ -32,15 +32,17 @@ from shared.directory.base import (
     check_scheme,
 )
 from shared.directory.connection import Command, StoreConnection, as_text, is_malformed
-from shared.directory.redis_feed import RedisFeed
+from shared.directory.redis_feed import RedisFeed, list_command, parse_list, parse_members
+from shared.directory.refusals import Refusals
 from shared.errors import DirectoryUnavailable, ProtocolError
 from shared.hashing import KEY_SIZE_BYTES
+from shared.telemetry import Readings
 from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
 from shared.wire import decode_record, encode_record
 
 _SCRIPTS = (
-    *("register", "heartbeat", "announce", "apply", "stage", "commit", "set_draining", "forget"),
-    *("match", "look", "position", "probe"),
+    *("register", "forget", "announce", "match", "look", "position", "probe"),
+    *("lease+heartbeat", "lease+apply", "lease+stage", "lease+commit", "lease+set_draining"),
 )
 RECORD_FIELDS = ("instance", "epoch", "seq", "draining", "info")
 _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
@@ -49,8 +51,8 @@ _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
 ACL_RULES = (
     "resetkeys ~kvr:* resetchannels -@all +info +cluster|slots +asking +evalsha +script|load +time +type +exists "
     "+unlink +rename +pexpire +pexpireat +pexpiretime +pttl +get +set +hset +hget +hmget +hgetall +hdel +hexists +hlen "
-    "+sadd +srem +scard +smembers +smismember +sscan +zadd +zrem +zscore +zrangebyscore +zremrangebyrank +xadd +xtrim "
-    "+xread +xrevrange +xlen +scan +memory|usage"
+    "+sadd +srem +scard +smembers +smismember +srandmember +sscan +zadd +zrem +zscore +zrangebyscore "
+    "+zremrangebyrank +xadd +xtrim +xread +xrevrange +xlen +scan +memory|usage"
 )
 """All that a user of the store needs, as `ACL SETUSER` takes it: for the directory and for the pin board."""
 
@@ -62,7 +64,7 @@ class RedisDirectory:
     which requests wait for, passes it over for `rest_s`; a store that is too slow for it may still serve publishers and
     the list of workers, so that they always ask. Of a cluster, `match` and `workers` tell what the servers that answer
     know. Counters only grow: `num_misses` counts calls without an answer, `num_spared` matches that failed at once,
-    `num_malformed` values in the store that were refused.
+    `num_malformed` values in the store that were refused here and by the directory's feeds.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class RedisDirectory:
         self._match_deadline_s = match_deadline_s
         self._publish_deadline_s = publish_deadline_s
         self._max_stream_entries = max_stream_entries
-        self.num_malformed = 0
+        self._refusals = Refusals()
         self._connection = StoreConnection(url, longest_deadline_s=publish_deadline_s, rest_s=rest_s, scripts=_SCRIPTS)
         self._workers_key = f"kvr:{{{scheme.namespace}}}:workers"
 
@@ -87,6 +89,10 @@ class RedisDirectory:
     def is_resting(self) -> bool:
         """Whether the store missed so often that `match` fails at once; told in the log when it begins and ends."""
         return self._connection.is_resting
+
+    @property
+    def num_malformed(self) -> int:
+        return self._refusals.num_malformed
 
     @property
     def num_misses(self) -> int:
@@ -106,6 +112,7 @@ class RedisDirectory:
             self._connection,
             self._keys,
             workers_key=self._workers_key,
+            refusals=self._refusals,
             reader=reader,
             deadline_s=min(deadline_s, self._publish_deadline_s),
             prompt_s=self._match_deadline_s,
@@ -137,7 +144,7 @@ class RedisDirectory:
     async def heartbeat(self, worker: WorkerId, epoch: Epoch, seq: int, lease_s: float) -> Reply:
         lease_ms = _milliseconds(lease_s)
         keys = self._keys(worker, "meta", "blocks", "events", "staged")
-        reply = await self._publish("heartbeat", keys, epoch, seq, lease_ms)
+        reply = await self._publish("lease+heartbeat", keys, epoch, seq, lease_ms)
         if reply in (Reply.OK, Reply.GAP):
             await self._announce(worker, lease_ms)
         return reply
@@ -146,7 +153,7 @@ class RedisDirectory:
         check_batch(batch)
         holder = batch.holder
         return await self._publish(
-            "apply",
+            "lease+apply",
             self._keys(holder.worker, "meta", "blocks", "events"),
             holder.epoch,
             batch.seq,
@@ -158,14 +165,14 @@ class RedisDirectory:
 
     async def stage(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, keys: Sequence[BlockKey]) -> Reply:
         check_num_keys(len(keys))
-        return await self._publish("stage", self._keys(worker, "meta", "staged"), epoch, snapshot, b"".join(keys))
+        return await self._publish("lease+stage", self._keys(worker, "meta", "staged"), epoch, snapshot, b"".join(keys))
 
     async def commit(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, num_keys: int) -> Reply:
         store_keys = self._keys(worker, "meta", "blocks", "events", "staged")
-        return await self._publish("commit", store_keys, epoch, snapshot, num_keys, self._max_stream_entries)
+        return await self._publish("lease+commit", store_keys, epoch, snapshot, num_keys, self._max_stream_entries)
 
     async def set_draining(self, worker: WorkerId, epoch: Epoch, is_draining: bool) -> Reply:
-        return await self._publish("set_draining", self._keys(worker, "meta"), epoch, int(is_draining))
+        return await self._publish("lease+set_draining", self._keys(worker, "meta"), epoch, int(is_draining))
 
     async def forget(self, worker: WorkerId, instance: Instance) -> Reply:
         keys = self._keys(worker, "meta", "blocks", "events", "staged")
@@ -201,35 +208,64 @@ class RedisDirectory:
         return found
 
     async def workers(self) -> list[WorkerRecord]:
-        async def read_names() -> Any:
-            return await self._connection.execute(self._workers_key, "SMEMBERS", self._workers_key)
+        async def read_list() -> Any:
+            (answer,) = await self._connection.pipeline([list_command(self._workers_key)])
+            if isinstance(answer, Exception):
+                # A list that is none of ours is no sign that all workers are gone.
+                if is_malformed(answer):
+                    self._refusals.note(self._workers_key, answer)
+                raise answer
+            return answer
 
-        names = [as_text(raw) for raw in await self._connection.call("workers", self._publish_deadline_s, read_names)]
-        ids = sorted(WorkerId(name) for name in names if name is not None)
-        self.num_malformed += len(names) - len(ids)
+        names = await self._connection.call("workers", self._publish_deadline_s, read_list)
+        ids = sorted(parse_list(self._workers_key, names, self._refusals))
         metas = [self._keys(worker, "meta")[0] for worker in ids]
-        commands = [Command(meta, ("HMGET", meta, *RECORD_FIELDS)) for meta in metas]
-        rows = await self._ask_each("workers", self._publish_deadline_s, commands)
-        records = []
-        for worker, row in zip(ids, rows, strict=True):
-            if isinstance(row, DirectoryUnavailable) or (not isinstance(row, Exception) and not any(row)):
-                continue
-            try:
-                records.append(parse_record(self._scheme, worker, row))
-            except (ProtocolError, TypeError, ValueError):
-                self.num_malformed += 1
-        await self._reap([worker for worker, row in zip(ids, rows, strict=True) if row == [None] * len(RECORD_FIELDS)])
+        commands = [
+            Command(meta, arguments)
+            for meta in metas
+            for arguments in (("HMGET", meta, *RECORD_FIELDS), ("PTTL", meta))
+        ]
+        answers = await self._ask_each("workers", self._publish_deadline_s, commands)
+        records, gone = [], []
+        for worker, meta, row, ttl_ms in zip(ids, metas, answers[::2], answers[1::2], strict=True):
+            if row == [None] * len(RECORD_FIELDS):
+                gone.append(worker)
+            elif not isinstance(row, DirectoryUnavailable):
+                try:
+                    records.append(parse_record(self._scheme, worker, row, ttl_ms))
+                except (ProtocolError, ValueError) as error:
+                    self._refusals.note(meta, error)
+        await self._reap(gone)
         return records
 
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
+        (blocks,) = self._keys(worker, "blocks")
+
         async def work() -> Any:
-            (blocks,) = self._keys(worker, "blocks")
             return await self._connection.execute(blocks, "SMEMBERS", blocks)
 
         members = await self._connection.call("resident", self._publish_deadline_s, work)
-        found = {BlockKey(member) for member in members if len(member) == KEY_SIZE_BYTES}
-        self.num_malformed += len(members) - len(found)
-        return found
+        return set(parse_members(blocks, members, self._refusals))
+
+    def expose(self, readings: Readings) -> None:
+        readings.add_counter(
+            "kvroute_store_malformed",
+            "Values of the directory in the store that were refused as none of ours.",
+            lambda: self.num_malformed,
+        )
+        readings.add_counter(
+            "kvroute_store_misses", "Calls of the directory to the store without an answer.", lambda: self.num_misses
+        )
+        readings.add_counter(
+            "kvroute_store_spared_matches",
+            "Matches that were not asked of a server of the store since it had missed.",
+            lambda: self.num_spared,
+        )
+        readings.add_counter(
+            "kvroute_store_breaker_openings",
+            "Times that a server of the store missed so often that matches passed it over.",
+            lambda: self.num_breaker_openings,
+        )
 
     async def close(self) -> None:
         await self._connection.close()
@@ -243,9 +279,9 @@ class RedisDirectory:
                 raise answer
             return answer
 
-        raw = await self._connection.call(script, self._publish_deadline_s, work)
+        raw = await self._connection.call(script.removeprefix("lease+"), self._publish_deadline_s, work)
         if isinstance(raw, Exception):
-            self.num_malformed += 1
+            self._refusals.note(" or ".join(keys), raw)
             return Reply.UNKNOWN
         return Reply(raw.decode())
 
@@ -275,7 +311,8 @@ class RedisDirectory:
                 continue
             instance = None if isinstance(answer, Exception) else as_text(answer[0])
             if instance is None:
-                self.num_malformed += 1
+                reason = answer if isinstance(answer, Exception) else "an instance that is no text"
+                self._refusals.note(" or ".join(self._keys(worker, "meta", "blocks")), reason)
                 continue
             found[worker] = Match(Instance(instance), int(answer[1]))
         return found
@@ -324,13 +361,19 @@ def worker_keys(namespace: str, worker: WorkerId, *kinds: str) -> list[str]:
     return [f"kvr:{{{tag}}}:{kind}" for kind in kinds]
 
 
-def parse_record(scheme: CacheScheme, worker: WorkerId, row: Any) -> WorkerRecord:
-    """A worker's record from its meta fields. Raises `ProtocolError`, `TypeError` or `ValueError`."""
+def parse_record(scheme: CacheScheme, worker: WorkerId, row: Any, lease_ms: Any) -> WorkerRecord:
+    """A worker's record from its meta fields and its lease's time. Raises `ProtocolError` or `ValueError`."""
+    if isinstance(row, Exception):
+        raise ProtocolError(str(row))
     raw_instance, raw_epoch, seq, draining, raw_info = row
+    if None in (raw_instance, raw_epoch, seq, raw_info):
+        raise ProtocolError("a record that lacks fields")
+    if lease_ms == -1:
+        raise ProtocolError("a lease without an end")
     info = decode_record(WorkerInfo, raw_info)
     epoch = as_text(raw_epoch)
     if epoch is None or (info.worker, info.scheme, info.instance) != (worker, scheme, as_text(raw_instance)):
-        raise ProtocolError(f"the record of {worker} is about another worker")
+        raise ProtocolError("a record of another worker")
     return WorkerRecord(info, Epoch(epoch), int(seq), is_draining=draining == b"1")
 
 

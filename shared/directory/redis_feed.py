@@ -13,9 +13,10 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from shared.directory.base import MAX_KEYS_PER_CALL
+from shared.directory.base import MAX_KEYS_PER_CALL, MAX_WORKERS
 from shared.directory.connection import Command, StoreConnection, as_text, is_malformed
 from shared.directory.feed import MAX_KEYS_PER_PIECE, Entry, EntryId, Lease, Position, Standing
+from shared.directory.refusals import Refusals
 from shared.errors import DirectoryUnavailable
 from shared.hashing import KEY_SIZE_BYTES
 from shared.types import BlockKey, Epoch, EventBatch, Holder, Instance, WorkerId
@@ -27,13 +28,14 @@ _KEYS_PER_TURN = 2048
 """Keys taken out of a reply after which the loop's other tasks have a turn: under a millisecond."""
 _GPU_HOLDER = b"0:gpu:0"
 _START = EntryId("0-0")
+_MAX_WORKER_ID_BYTES = 1024
 
 
 class RedisFeed:
     """`Feed` over the connections and keys of a `RedisDirectory`.
 
     Reads wait at the server. A cluster refuses commands that name keys of several slots: there each worker is a place
-    of its own and keeps one connection waiting. `num_malformed` counts refused values and only grows.
+    of its own and keeps one connection waiting. What it refuses is counted with what the directory refuses.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class RedisFeed:
         keys: Callable[..., list[str]],
         *,
         workers_key: str,
+        refusals: Refusals,
         reader: str,
         deadline_s: float,
         prompt_s: float,
@@ -51,19 +54,18 @@ class RedisFeed:
         self._connection = connection
         self._keys = keys
         self._workers_key = workers_key
+        self._refusals = refusals
         self._canary_kind = f"canary:{reader}"
         self._deadline_s = deadline_s
         self._prompt_s = prompt_s
         self._canary_ms = math.ceil(canary_s * 1000)
         self._watched: set[WorkerId] = set()
         """Workers beside whose lease this reader has a canary, unless the store has lost it."""
-        self.num_malformed = 0
 
     async def look(self, workers: Iterable[WorkerId]) -> dict[WorkerId, Standing]:
         asked = sorted(workers)
-        listing = Command(self._workers_key, ("SMEMBERS", self._workers_key))
-        listed, *answers = await self._watch([listing, *map(self._look_command, asked)])
-        newcomers = sorted(self._parse_list(listed) - set(asked))
+        listed, *answers = await self._watch([list_command(self._workers_key), *map(self._look_command, asked)])
+        newcomers = self._newcomers(listed, asked)
         if newcomers:
             answers += await self._watch([self._look_command(worker) for worker in newcomers])
         elif all(isinstance(answer, DirectoryUnavailable) for answer in (listed, *answers)):
@@ -79,13 +81,13 @@ class RedisFeed:
         return worker if self._connection.is_cluster else ""
 
     async def position(self, worker: WorkerId) -> Position | None:
+        keys = self._keys(worker, "meta", "events")
+
         async def work() -> Any:
-            return await self._tolerant(
-                self._connection.script_command("position", self._keys(worker, "meta", "events"))
-            )
+            return await self._tolerant(" or ".join(keys), self._connection.script_command("position", keys))
 
         answer = await self._connection.call("position", self._deadline_s, work)
-        lease = self._parse_lease(*answer[:2]) if answer is not None else None
+        lease = self._parse_lease(keys[0], *answer[:2]) if answer is not None else None
         return Position(lease, EntryId(answer[2].decode()) if answer[2] else _START) if lease is not None else None
 
     async def scan(self, worker: WorkerId) -> AsyncGenerator[Sequence[BlockKey], None]:
@@ -93,13 +95,11 @@ class RedisFeed:
         cursor = 0
 
         async def work() -> Any:
-            return await self._tolerant(Command(blocks, ("SSCAN", blocks, cursor, "COUNT", MAX_KEYS_PER_PIECE)))
+            return await self._tolerant(blocks, Command(blocks, ("SSCAN", blocks, cursor, "COUNT", MAX_KEYS_PER_PIECE)))
 
         while True:
             cursor, members = await self._connection.call("scan", self._deadline_s, work) or (0, [])
-            keys = [BlockKey(member) for member in members if len(member) == KEY_SIZE_BYTES]
-            self.num_malformed += len(members) - len(keys)
-            yield keys
+            yield parse_members(blocks, members, self._refusals)
             if cursor == 0:
                 return
 
@@ -113,15 +113,18 @@ class RedisFeed:
         command = ("XREAD", "COUNT", count, *waiting, "STREAMS", *stream_to_worker, *worker_to_entry.values())
 
         async def work() -> Mapping[WorkerId, Sequence[Entry]]:
-            found = await self._tolerant(Command(next(iter(stream_to_worker)), command, is_waiting=wait_ms > 0))
-            if found is None:
+            reading = Command(next(iter(stream_to_worker)), command, is_waiting=wait_ms > 0)
+            (found,) = await self._connection.pipeline([reading])
+            if is_malformed(found):
                 return await self._find_unreadable(stream_to_worker, worker_to_entry)
+            if isinstance(found, Exception):
+                raise found
             news: dict[WorkerId, list[Entry]] = {}
             num_keys = 0
             for name, rows in found:
                 worker = stream_to_worker[name.decode()]
                 for raw_entry, fields in rows:
-                    entry = self._parse_entry(worker, raw_entry, fields)
+                    entry = self._parse_entry(worker, name.decode(), raw_entry, fields)
                     news.setdefault(worker, []).append(entry)
                     num_keys += len(entry.batch.stored) + len(entry.batch.removed) if entry.batch is not None else 0
                     if num_keys >= _KEYS_PER_TURN:
@@ -145,11 +148,11 @@ class RedisFeed:
     async def _watch(self, commands: Sequence[Command]) -> list[Any]:
         return await self._connection.watch_each("look", self._deadline_s, commands, prompt_s=self._prompt_s)
 
-    async def _tolerant(self, command: Command) -> Any:
-        """The answer to a command; `None` where it met a value that is none of ours, which is counted."""
+    async def _tolerant(self, keys: str, command: Command) -> Any:
+        """The answer to a command on these keys; `None` where it met a value that is none of ours, which is counted."""
         (answer,) = await self._connection.pipeline([command])
         if is_malformed(answer):
-            self.num_malformed += 1
+            self._refusals.note(keys, answer)
             return None
         if isinstance(answer, Exception):
             raise answer
@@ -163,49 +166,85 @@ class RedisFeed:
         for found in types:
             if isinstance(found, Exception):
                 raise found
-        return {
-            worker: [Entry(worker_to_entry[worker], None)]
-            for worker, found in zip(stream_to_worker.values(), types, strict=True)
-            if found not in (b"stream", b"none")
-        }
+        news = {}
+        for (stream, worker), found in zip(stream_to_worker.items(), types, strict=True):
+            if found not in (b"stream", b"none"):
+                self._refusals.note(stream, f"a {as_text(found)} and no stream")
+                news[worker] = [Entry(worker_to_entry[worker], None)]
+        return news
 
     # Values of the store, which may be anybody's.
 
-    def _parse_list(self, answer: Any) -> set[WorkerId]:
-        """The workers listed; none where the list is not to be had."""
-        if isinstance(answer, DirectoryUnavailable):
-            return set()
-        names = [None] if isinstance(answer, Exception) else [as_text(raw) for raw in answer]
-        found = {WorkerId(name) for name in names if name is not None}
-        self.num_malformed += len(names) - len(found)
-        return found
+    def _newcomers(self, listed: Any, asked: Sequence[WorkerId]) -> list[WorkerId]:
+        """The workers listed beside those that are known, as many as there is room for; none without a list."""
+        if isinstance(listed, DirectoryUnavailable):
+            return []
+        found = sorted(parse_list(self._workers_key, listed, self._refusals) - set(asked))
+        return found[: max(0, MAX_WORKERS - len(asked))]
 
     def _parse_standing(self, worker: WorkerId, answer: Any) -> Standing:
+        (meta,) = self._keys(worker, "meta")
         if isinstance(answer, Exception):
-            self.num_malformed += 1
+            self._refusals.note(meta, answer)
             return Standing(None, is_canary_kept=True)
         row, ttl_ms, is_kept = answer
-        return Standing(self._parse_lease(row, ttl_ms), bool(is_kept) or worker not in self._watched)
+        return Standing(self._parse_lease(meta, row, ttl_ms), bool(is_kept) or worker not in self._watched)
 
-    def _parse_lease(self, row: Any, ttl_ms: int) -> Lease | None:
+    def _parse_lease(self, meta: str, row: Any, ttl_ms: int) -> Lease | None:
         if row[0] is None or ttl_ms == -2:
             return None
         instance, epoch, seq = as_text(row[0]), as_text(row[1]), _number(row[2])
         if instance is None or epoch is None or seq is None:
-            self.num_malformed += 1
+            self._refusals.note(meta, "an instance, epoch or sequence number that is none")
             return None
-        return Lease(Instance(instance), Epoch(epoch), seq, ttl_ms / 1000 if ttl_ms >= 0 else math.inf)
+        if ttl_ms < 0:
+            self._refusals.note(meta, "a lease without an end")
+            return None
+        return Lease(Instance(instance), Epoch(epoch), seq, ttl_ms / 1000)
 
-    def _parse_entry(self, worker: WorkerId, raw_entry: bytes, fields: Mapping[bytes, bytes] | None) -> Entry:
+    def _parse_entry(
+        self, worker: WorkerId, stream: str, raw_entry: bytes, fields: Mapping[bytes, bytes] | None
+    ) -> Entry:
         entry = EntryId(raw_entry.decode())
         fields = fields or {}
         epoch, seq = as_text(fields.get(b"epoch")), _number(fields.get(b"seq"))
         stored, removed = _split(fields.get(b"stored")), _split(fields.get(b"removed"))
         is_known_holder = fields.get(b"holder") in (_GPU_HOLDER, b"")
         if epoch is None or seq is None or stored is None or removed is None or not is_known_holder:
-            self.num_malformed += 1
+            self._refusals.note(stream, f"entry {entry} is no batch of blocks on a GPU")
             return Entry(entry, None)
         return Entry(entry, EventBatch(Holder(worker, Epoch(epoch)), seq, stored, removed))
+
+
+def list_command(workers_key: str) -> Command:
+    """What reads the list of workers, or a random part of one that is too long.
+
+    Whoever reaps takes those without a lease off, so that a list that was filled up with nonsense comes down again.
+    """
+    return Command(workers_key, ("SRANDMEMBER", workers_key, MAX_WORKERS + 1))
+
+
+def parse_list(workers_key: str, answer: Any, refusals: Refusals) -> set[WorkerId]:
+    """The ids in what the list of workers was read as."""
+    if isinstance(answer, Exception):
+        refusals.note(workers_key, answer)
+        return set()
+    names = [as_text(raw) if len(raw) <= _MAX_WORKER_ID_BYTES else None for raw in answer[:MAX_WORKERS]]
+    found = {WorkerId(name) for name in names if name is not None}
+    if len(found) < len(names):
+        refusals.note(workers_key, "members that are no ids", num_values=len(names) - len(found))
+    if len(answer) > MAX_WORKERS:
+        refusals.note(workers_key, f"over {MAX_WORKERS} ids, of which only a part is looked at")
+    return found
+
+
+def parse_members(blocks: str, members: Iterable[bytes], refusals: Refusals) -> list[BlockKey]:
+    """The block keys among a set's members."""
+    all_members = list(members)
+    found = [BlockKey(member) for member in all_members if len(member) == KEY_SIZE_BYTES]
+    if len(found) < len(all_members):
+        refusals.note(blocks, "members that are no block keys", num_values=len(all_members) - len(found))
+    return found
 
 
 def _split(blob: bytes | None) -> tuple[BlockKey, ...] | None:

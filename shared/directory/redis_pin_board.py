@@ -13,7 +13,6 @@ the worker's other keys.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -34,11 +33,11 @@ from shared.directory.pin_board import (
     check_revision,
     full_board,
 )
+from shared.directory.refusals import Refusals
 from shared.errors import ConfigError, DirectoryUnavailable, ProtocolError
+from shared.telemetry import Readings
 from shared.types import CacheScheme, WorkerId
 from shared.wire import decode_record, encode_record
-
-logger = logging.getLogger(__name__)
 
 _SCRIPTS = ("pins+pins_put", "pins+pins_put_back", "pins+pins_remove", "pins+pins_read")
 _KINDS = ("board", "index", "specs", "kept", "removed")
@@ -53,8 +52,12 @@ class RedisPinBoard:
         self._deadline_s = deadline_s
         self._connection = StoreConnection(url, longest_deadline_s=deadline_s, scripts=_SCRIPTS)
         self._keys = [f"kvr:{{{self._namespace}}}:pins:{kind}" for kind in _KINDS]
-        self._specs_key = self._keys[_KINDS.index("specs")]
-        self.num_malformed = 0
+        self._board_key, self._index_key, self._specs_key, *_ = self._keys
+        self._refusals = Refusals()
+
+    @property
+    def num_malformed(self) -> int:
+        return self._refusals.num_malformed
 
     async def put(self, spec: PinSpec, ttl_s: float | None, *, replacing: Revision | None = None) -> bool:
         limits = (_FOLLOWED_MS, replacing or "", MAX_PINS, MAX_REMOVED)
@@ -86,7 +89,7 @@ class RedisPinBoard:
             if spec.name != name:
                 raise ProtocolError(f"it is about {spec.name}")
         except ProtocolError as error:
-            self._refuse(f"pin {name!r}", error)
+            self._refusals.note(self._specs_key, f"pin {name!r}: {error}")
             return None
         return spec
 
@@ -115,24 +118,39 @@ class RedisPinBoard:
                     raise ProtocolError(str(raw))
                 found[worker] = decode_record(WorkerPins, raw)
             except ProtocolError as error:
-                self._refuse(f"the report of worker {worker}", error)
+                self._refusals.note(worker_to_key[worker], error)
         return found
 
     async def clear(self) -> None:
-        await self._execute("clear", self._keys[0], "UNLINK", *self._keys)
+        await self._execute("clear", self._board_key, "UNLINK", *self._keys)
+
+    def expose(self, readings: Readings) -> None:
+        readings.add_counter(
+            "kvroute_pin_board_malformed",
+            "Values of the pin board in the store that were refused as none of ours.",
+            lambda: self.num_malformed,
+        )
 
     async def close(self) -> None:
         await self._connection.close()
 
     async def _run(self, script: str, *arguments: Argument) -> Any:
-        return await self._connection.call(
-            script, self._deadline_s, lambda: self._connection.run(f"pins+{script}", self._keys, *arguments)
-        )
+        command = self._connection.script_command(f"pins+{script}", self._keys, *arguments)
+        return await self._ask(script, " or ".join(self._keys), command)
 
     async def _execute(self, operation: str, key: str, *arguments: Argument) -> Any:
-        return await self._connection.call(
-            operation, self._deadline_s, lambda: self._connection.execute(key, *arguments)
-        )
+        return await self._ask(operation, key, Command(key, arguments))
+
+    async def _ask(self, operation: str, keys: str, command: Command) -> Any:
+        async def work() -> Any:
+            (answer,) = await self._connection.pipeline([command])
+            if is_malformed(answer):
+                self._refusals.note(keys, answer)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return await self._connection.call(operation, self._deadline_s, work)
 
     def _parse_wanted(self, reply: Any) -> Wanted | None:
         if not reply:
@@ -142,7 +160,7 @@ class RedisPinBoard:
             board = BoardId(check_revision(raw_board.decode()))
         except ValueError as error:
             # An empty answer would read as the wish to unpin everything.
-            self._refuse("the board's id", error)
+            self._refusals.note(self._board_key, error)
             raise DirectoryUnavailable(f"the pin board in the store is not ours: {error}") from None
         pins = {}
         for raw_name, raw in sorted(zip(index[::2], index[1::2], strict=True))[:MAX_PINS]:
@@ -152,13 +170,8 @@ class RedisPinBoard:
                 expires_in_s = (int(expires_at_ms) - int(raw_now_ms)) / 1000 if expires_at_ms else None
                 pins[name] = WantedPin(check_revision(revision), expires_in_s)
             except (ConfigError, ValueError) as error:
-                self._refuse(f"pin {raw_name[:64]!r}", error)
+                self._refusals.note(self._index_key, f"pin {raw_name[:64]!r}: {error}")
         return Wanted(board, pins)
-
-    def _refuse(self, what: str, error: Exception) -> None:
-        self.num_malformed += 1
-        level = logging.WARNING if self.num_malformed == 1 else logging.DEBUG
-        logger.log(level, "the pin board's store holds what is not ours: %s: %s", what, error)
 
     def _report_key(self, worker: WorkerId) -> str:
         # Quoted as in the directory: a brace in an id would end the hash tag early.

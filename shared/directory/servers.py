@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import Connection, parse_url
@@ -26,6 +27,7 @@ _MAX_WAITING = 128
 """Connections to one server that commands wait on; beyond it they take turns."""
 _POOL_OPTIONS = ("max_connections", "timeout")
 """What a URL may say to redis-py, but not to us: here a pool must hold what deadlines leave behind."""
+_MALFORMED = "--redis-url: malformed; expected redis://, rediss:// or unix:// and a server"
 
 
 class UnfitStore(RedisError):
@@ -49,6 +51,7 @@ class Server:
 class Servers:
     """All servers of the store. Every key belongs to the one at the URL until a cluster has told otherwise.
 
+    A URL may name several nodes of a cluster: the first of them to answer leads to all.
     Replicas are never asked: what they hold is late. redis-py (as of 8.1) has a client for clusters too. There the
     command that a slot on its way is asked for with may take another connection than its ASKING and is refused; a full
     pool is an error instead of a wait; and a server that is no cluster takes another client.
@@ -57,9 +60,11 @@ class Servers:
     def __init__(self, url: str, *, connect_timeout_s: float, rest_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._rest_s = rest_s
-        self._options = _connection_options(url, connect_timeout_s)
-        self._first = self._make_server(self._options)
-        self._name_to_server = {self._first.name: self._first}
+        all_options = [_connection_options(part, connect_timeout_s) for part in _split_hosts(url)]
+        self._options = all_options[0]
+        self._seeds = [self._make_server(options) for options in all_options]
+        self._first = self._seeds[0]
+        self._name_to_server = {seed.name: seed for seed in self._seeds}
         self._slot_to_server: list[Server] | None = None
         self._lock = asyncio.Lock()
         self._refresh: asyncio.Task[None] | None = None
@@ -105,16 +110,11 @@ class Servers:
         async with self._lock:
             if self.is_known:
                 return
-            found = await self._first.client.info("server")
-            version = str(found.get("redis_version", "unknown"))  # Valkey: the Redis version that it is compatible to
-            major = version.partition(".")[0]
-            if not major.isdecimal() or int(major) < _MIN_SERVER_MAJOR:
-                raise UnfitStore(f"the server is Redis {version}; Redis 7 or later, or Valkey, is needed")
-            mode = found.get("redis_mode") or found.get("server_mode", "standalone")  # server_mode: Valkey 9
-            if mode == "cluster":
+            self._first, is_cluster = await self._first_answer()
+            if is_cluster:
                 await self._take_slots(await self._read_slots(self._first))
-            elif mode != "standalone":
-                raise UnfitStore(f"the server runs as {mode}; a server that keeps data is needed")
+            elif len(self._seeds) > 1:
+                raise UnfitStore(f"the server at {self._first.name} is no node of a cluster; give one host")
             self.is_known = True
 
     def move(self, slot: int, server: Server) -> None:
@@ -144,6 +144,26 @@ class Servers:
             await asyncio.wait({self._refresh})
         for server in self._name_to_server.values():
             await _close(server)
+
+    async def _first_answer(self) -> tuple[Server, bool]:
+        """The first server of the URL that answers, and whether it is a node of a cluster. Asks all of them at once."""
+        asked = [asyncio.ensure_future(_is_cluster_node(seed)) for seed in self._seeds]
+        try:
+            errors: list[RedisError | OSError] = []
+            for answer in asyncio.as_completed(asked):
+                try:
+                    found = await answer
+                except UnfitStore:
+                    raise
+                except (RedisError, OSError) as error:
+                    errors.append(error)
+                else:
+                    return found
+            raise errors[0]
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     async def _refresh_slots(self) -> None:
         """Ask all servers at once, and believe the one that answers first: of those that do not, nobody knows."""
@@ -198,6 +218,34 @@ class Servers:
         return Server(name, client, waiting_client, breaker)
 
 
+async def _is_cluster_node(server: Server) -> tuple[Server, bool]:
+    """The server, and whether it is one. Raises `UnfitStore` if it will not do at all, and redis-py's errors."""
+    found = await server.client.info("server")
+    version = str(found.get("redis_version", "unknown"))  # Valkey: the Redis version that it is compatible to
+    major = version.partition(".")[0]
+    if not major.isdecimal() or int(major) < _MIN_SERVER_MAJOR:
+        raise UnfitStore(f"the server is Redis {version}; Redis 7 or later, or Valkey, is needed")
+    mode = found.get("redis_mode") or found.get("server_mode", "standalone")  # server_mode: Valkey 9
+    if mode not in ("cluster", "standalone"):
+        raise UnfitStore(f"the server runs as {mode}; a server that keeps data is needed")
+    return server, mode == "cluster"
+
+
+def _split_hosts(url: str) -> list[str]:
+    """A URL for each host of a URL that names several, as `redis://user:password@host:1,host:2`.
+
+    Raises `ConfigError` for one that leaves a host out.
+    """
+    parts = urlsplit(url)
+    user, at, hosts = parts.netloc.rpartition("@")
+    if "," not in hosts:
+        return [url]
+    named = list(dict.fromkeys(hosts.split(",")))
+    if "" in named:
+        raise ConfigError(_MALFORMED)
+    return [parts._replace(netloc=f"{user}{at}{host}").geturl() for host in named]
+
+
 def _connection_options(url: str, connect_timeout_s: float) -> dict[str, Any]:
     """What redis-py makes connections from. Raises `ConfigError` for a malformed URL."""
     try:
@@ -218,7 +266,7 @@ def _connection_options(url: str, connect_timeout_s: float) -> dict[str, Any]:
         connection_class(**{name: value for name, value in options.items() if name != "connection_class"})
     except (ValueError, TypeError, RedisError):
         # The parser's own words may quote parts of a password.
-        raise ConfigError("--redis-url: malformed; expected redis://, rediss:// or unix:// and a server") from None
+        raise ConfigError(_MALFORMED) from None
     return options
 
 

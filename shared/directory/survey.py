@@ -23,7 +23,7 @@ from shared.types import BlockKey, CacheScheme, Epoch, WorkerId
 
 _SCRIPTS = ("audit", "reap")
 _DATA_KINDS = ("blocks", "events", "staged")
-"""What lives by a worker's lease, which is its `meta`."""
+"""What lives by a worker's lease, which is its `meta` and has an end."""
 _NUM_PINGS = 9
 _NEARLY = 0.9
 """Share of a limit at which it is time to tell."""
@@ -221,10 +221,8 @@ class StoreSurvey:
         record = None
         if "meta" not in spoilt and lease_ms != _NO_KEY:
             try:
-                record = parse_record(self._scheme, worker, row) if lease_ms >= 0 else None
-            except (ProtocolError, TypeError, ValueError):
-                record = None
-            if record is None:
+                record = parse_record(self._scheme, worker, row, lease_ms)
+            except (ProtocolError, ValueError):
                 spoilt.insert(0, "meta")
         found = frozenset() if "blocks" in spoilt else frozenset(members)
         keys = frozenset(BlockKey(member) for member in found if len(member) == KEY_SIZE_BYTES)
@@ -327,13 +325,13 @@ class StoreSurvey:
         key_to_worker = {key: worker for key in keys if (worker := self._owner(key)) is not None}
         metas = {worker: self._keys(worker, "meta")[0] for worker in key_to_worker.values()}
         ttls_ms = await self._connection.pipeline([Command(key, ("PTTL", key)) for key in key_to_worker])
-        leases = await self._connection.pipeline([Command(meta, ("EXISTS", meta)) for meta in metas.values()])
-        dead = {worker for worker, lease in zip(metas, leases, strict=True) if lease == 0}
+        leases_ms = await self._connection.pipeline([Command(meta, ("PTTL", meta)) for meta in metas.values()])
+        dead = {worker for worker, lease_ms in zip(metas, leases_ms, strict=True) if lease_ms in (-1, -2)}
         left = zip(key_to_worker.values(), ttls_ms, strict=True)
         return int(answer[0]), {worker for worker, ttl_ms in left if ttl_ms == -1 and worker in dead}
 
     def _owner(self, key: str) -> WorkerId | None:
-        found = re.fullmatch(rf"kvr:\{{{re.escape(self._namespace)}:([^:}}]+)\}}:({'|'.join(_DATA_KINDS)})", key)
+        found = re.fullmatch(rf"kvr:\{{{re.escape(self._namespace)}:([^:}}]+)\}}:(meta|{'|'.join(_DATA_KINDS)})", key)
         return WorkerId(unquote(found[1])) if found else None
 
     def _keys(self, worker: WorkerId, *kinds: str) -> list[str]:

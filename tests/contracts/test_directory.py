@@ -442,8 +442,14 @@ async def test_namespaces_do_not_see_each_other(bench: Bench, other: CacheScheme
     assert await elsewhere.workers() == []
     assert await elsewhere.match(keys(range(3)), [W1]) == {}
     assert await elsewhere.register(worker_info("w1", life=2, scheme=other), E2, LONG_LEASE_S) == Reply.OK
+    assert await elsewhere.apply(batch("w1", E2, 1, range(2))) == Reply.OK
+    assert await elsewhere.apply(batch("w1", E2, 2, range(3, 9))) == Reply.OK
+    assert await elsewhere.match(keys(range(9)), [W1]) == {W1: Match(instance(2), 2)}
+    assert await depths(bench, range(9), "w1") == {"w1": 3}
+    assert [record.info.scheme for record in await elsewhere.workers()] == [other]
+    assert [record.info.scheme for record in await bench.directory.workers()] == [SCHEME]
     assert await elsewhere.forget(W1, instance(2)) == Reply.OK
-    assert await depths(bench, range(3), "w1") == {"w1": 3}
+    assert await depths(bench, range(9), "w1") == {"w1": 3}
 
 
 async def test_worker_of_another_scheme_is_refused_by_name(bench: Bench) -> None:

@@ -20,12 +20,15 @@ from shared.directory.pin_board import (
     WorkerPins,
     check_name,
 )
+from shared.directory.redis_pin_board import RedisPinBoard
 from shared.errors import ConfigError, DirectoryUnavailable, PinRefused
 from shared.hashing import pack_tokens
-from shared.types import WorkerId
+from shared.telemetry import Readings
+from shared.types import CacheScheme, WorkerId
 from shared.wire import encode_record
 from tests.support.servers import redis_cluster, redis_server, secured_server
 from tests.support.stores import (
+    PATIENT_S,
     SCHEME,
     STORES,
     BoardBench,
@@ -310,6 +313,31 @@ async def test_keys_of_the_board_share_a_slot_and_an_end(redis_bench: BoardBench
 
 
 @pytest.mark.redis
+@pytest.mark.parametrize(
+    "other",
+    [CacheScheme("org/other", 64), CacheScheme("org/model", 16), CacheScheme("org/model", 64, key_version=2)],
+    ids=["model", "block size", "key version"],
+)
+async def test_deployments_on_one_store_do_not_see_each_others_pins(
+    redis_bench: BoardBench, embedded_store: EmbeddedStore, other: CacheScheme
+) -> None:
+    board, elsewhere = redis_bench.board, RedisPinBoard(embedded_store.url, other, deadline_s=PATIENT_S)
+    try:
+        await board.put(pin_spec("system"), None)
+        await board.report(W1, told(), 600.0)
+        assert await elsewhere.look() is None
+        assert await elsewhere.spec("system") is None
+        assert await elsewhere.reports([W1]) == {}
+        assert await elsewhere.put(pin_spec("system", life=2, num_tokens=64), None)
+        assert await elsewhere.remove("system")
+        await elsewhere.clear()
+    finally:
+        await elsewhere.close()
+    assert await board.spec("system") == pin_spec("system")
+    assert await board.reports([W1]) == {W1: told()}
+
+
+@pytest.mark.redis
 async def test_the_store_remembers_a_bounded_number_of_what_was_given_up(redis_bench: BoardBench) -> None:
     client, board = redis_bench.client, redis_bench.board
     assert client is not None
@@ -344,7 +372,10 @@ async def test_hostile_specs_are_refused_by_name_and_counted(
     assert await board.spec("system") is None
     assert await board.spec("good") == pin_spec("good", life=2)
     assert board.num_malformed == 1  # type: ignore[attr-defined]
-    assert "pin 'system'" in caplog.text
+    assert f"{PINS}:specs in the store holds what is not ours and is refused: pin 'system': " in caplog.text
+    readings = Readings()
+    board.expose(readings)
+    assert b"kvroute_pin_board_malformed_total 1.0" in readings.render()
 
 
 @pytest.mark.redis
@@ -373,7 +404,9 @@ async def test_a_hostile_report_is_left_out_and_counted(redis_bench: BoardBench)
 
 
 @pytest.mark.redis
-async def test_a_board_that_is_not_ours_is_no_wish_to_unpin_everything(redis_bench: BoardBench) -> None:
+async def test_a_board_that_is_not_ours_is_no_wish_to_unpin_everything(
+    redis_bench: BoardBench, caplog: pytest.LogCaptureFixture
+) -> None:
     client, board = redis_bench.client, redis_bench.board
     assert client is not None
     await client.set(f"{PINS}:board", b"somebody's")
@@ -383,8 +416,12 @@ async def test_a_board_that_is_not_ours_is_no_wish_to_unpin_everything(redis_ben
     await board.clear()
     await client.sadd(f"{PINS}:index", b"x")
     await client.set(f"{PINS}:board", B1)
+    num_malformed = board.num_malformed  # type: ignore[attr-defined]
     with pytest.raises(DirectoryUnavailable, match="WRONGTYPE"):
         await board.follow(B1)
+    assert board.num_malformed == num_malformed + 1  # type: ignore[attr-defined]
+    assert f'{PINS}:board in the store holds what is not ours and is refused: "somebody' in caplog.text
+    assert f"{PINS}:removed in the store holds what is not ours and is refused: WRONGTYPE" in caplog.text
 
 
 def test_tokens_and_content_of_a_spec() -> None:

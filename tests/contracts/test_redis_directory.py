@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import closing
@@ -11,11 +13,12 @@ from typing import Any
 import pytest
 
 from shared.directory import connect_directory
-from shared.directory.base import Match, Reply
+from shared.directory.base import MAX_WORKERS, Match, Reply
 from shared.directory.embedded import EmbeddedStore
 from shared.directory.memory import MemoryDirectory
 from shared.directory.redis import RedisDirectory
 from shared.errors import ConfigError, DirectoryUnavailable
+from shared.telemetry import Readings
 from shared.types import WorkerId
 from shared.wire import encode_record
 from tests.support.stores import (
@@ -29,8 +32,11 @@ from tests.support.stores import (
     instance,
     keys,
     redis_bench,
+    wait_until,
     worker_info,
 )
+from worker.engines.base import BlockChange
+from worker.publisher import Publisher
 
 __all__ = ["embedded_store"]
 pytestmark = pytest.mark.redis
@@ -52,6 +58,15 @@ async def bench(embedded_store: EmbeddedStore) -> AsyncIterator[Bench]:
 async def client(bench: Bench) -> Any:
     assert bench.client is not None
     return bench.client
+
+
+def refused(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is told loudly of values in the store."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "shared.directory.refusals" and record.levelno >= logging.WARNING
+    ]
 
 
 @pytest.fixture
@@ -133,13 +148,16 @@ async def test_heartbeat_lists_a_worker_again_whose_id_was_lost(directory: Redis
     ],
     ids=str,
 )
-async def test_malformed_record_is_counted_and_hides_no_other_worker(
-    directory: RedisDirectory, client: Any, field: dict[str, bytes]
+async def test_malformed_record_is_counted_told_once_by_its_key_and_hides_no_other_worker(
+    directory: RedisDirectory, client: Any, field: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     await directory.register(worker_info("w2"), E1, LONG_LEASE_S)
     await client.hset(f"{TAG}:meta", mapping=field)
-    assert [record.info.worker for record in await directory.workers()] == [W2]
-    assert directory.num_malformed == 1
+    for _ in range(3):
+        assert [record.info.worker for record in await directory.workers()] == [W2]
+    assert directory.num_malformed == 3
+    (told,) = refused(caplog)
+    assert told.startswith(f"{TAG}:meta in the store holds what is not ours and is refused: ")
 
 
 async def test_missing_fields_are_counted_and_not_reaped(directory: RedisDirectory, client: Any) -> None:
@@ -150,7 +168,9 @@ async def test_missing_fields_are_counted_and_not_reaped(directory: RedisDirecto
 
 
 @pytest.mark.parametrize("kind", ["meta", "blocks"])
-async def test_match_survives_values_of_a_wrong_type(directory: RedisDirectory, client: Any, kind: str) -> None:
+async def test_match_survives_values_of_a_wrong_type(
+    directory: RedisDirectory, client: Any, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     await directory.register(worker_info("w2"), E1, LONG_LEASE_S)
     await directory.apply(batch("w2", E1, 1, range(2)))
     await client.set(f"{TAG}:{kind}", b"nonsense")
@@ -158,6 +178,97 @@ async def test_match_survives_values_of_a_wrong_type(directory: RedisDirectory, 
     assert await directory.match(keys(range(3)), [W1, W2]) == {W2: Match(instance(1), 2)}
     assert directory.num_malformed == 1
     assert (await directory.workers())[-1].info.worker == W2
+    assert f"{TAG}:meta or {TAG}:blocks in the store holds what is not ours" in refused(caplog)[0]
+    assert f"{WORKERS} in the store holds what is not ours and is refused: members that are no ids" in refused(caplog)
+
+
+async def test_list_that_is_no_set_is_told_and_makes_nobody_look_gone(
+    directory: RedisDirectory, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    await client.set(WORKERS, b"nonsense")
+    for _ in range(2):
+        with pytest.raises(DirectoryUnavailable, match=r"^workers: .*WRONGTYPE"):
+            await directory.workers()
+    assert directory.num_malformed == 2
+    (told,) = refused(caplog)
+    assert told.startswith(f"{WORKERS} in the store holds what is not ours and is refused: WRONGTYPE")
+
+
+async def test_endless_list_is_looked_at_in_parts_and_comes_down_again(
+    directory: RedisDirectory, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_strangers = 3 * MAX_WORKERS
+    await client.sadd(WORKERS, *(f"stranger-{number}" for number in range(num_strangers)))
+    feed = directory.feed("reader", deadline_s=PATIENT_S)
+    assert len(await feed.look([])) <= MAX_WORKERS
+    # Each look takes a part of them off.
+    for num_looks in range(1, 5):
+        found = await directory.workers()
+        assert await client.scard(WORKERS) <= max(1, num_strangers + 1 - num_looks * (MAX_WORKERS - 1))
+    assert [record.info.worker for record in found] == [W1]
+    (told,) = refused(caplog)
+    assert told.startswith(f"{WORKERS} in the store holds what is not ours and is refused: over 4096 ids")
+    await feed.close()
+
+
+async def test_ids_of_absurd_length_are_refused(directory: RedisDirectory, client: Any) -> None:
+    await client.sadd(WORKERS, b"w" * 1025)
+    assert [record.info.worker for record in await directory.workers()] == [W1]
+    assert directory.num_malformed == 1
+
+
+async def test_lease_without_an_end_is_none_and_nothing_that_lived_by_it_is_dropped(
+    directory: RedisDirectory, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    await directory.stage(W1, E1, E2, keys([7]))
+    await client.persist(f"{TAG}:meta")
+    kept = {kind: await client.pexpiretime(f"{TAG}:{kind}") for kind in ("blocks", "events", "staged")}
+    for refusal in (
+        await directory.heartbeat(W1, E1, 1, LONG_LEASE_S),
+        await directory.apply(batch("w1", E1, 2, [3])),
+        await directory.stage(W1, E1, E2, keys([8])),
+        await directory.commit(W1, E1, E2, 1),
+        await directory.set_draining(W1, E1, True),
+    ):
+        assert refusal == Reply.UNKNOWN
+    assert {kind: await client.pexpiretime(f"{TAG}:{kind}") for kind in kept} == kept
+    assert await directory.match(keys(range(3)), [W1]) == {}
+    assert await directory.workers() == []
+    feed = directory.feed("reader", deadline_s=PATIENT_S)
+    assert {worker: standing.lease for worker, standing in (await feed.look([W1])).items()} == {W1: None}
+    assert directory.num_malformed == 2
+    assert refused(caplog) == [f"{TAG}:meta in the store holds what is not ours and is refused: a lease without an end"]
+    # It holds nobody up.
+    assert await directory.register(worker_info("w1", life=2), E2, LONG_LEASE_S) == Reply.OK
+    assert await directory.register(worker_info("w1", life=3), epoch(3), LONG_LEASE_S) == Reply.TAKEN
+    await feed.close()
+
+
+async def test_publisher_gives_a_lease_without_an_end_one(directory: RedisDirectory, client: Any) -> None:
+    publisher = Publisher(directory, worker_info("w1"), rng=random.Random(0), lease_s=60.0, heartbeat_s=0.05)
+    await publisher.start()
+    publisher.on_blocks(BlockChange(stored=keys(range(20))))
+    await wait_until(lambda: publisher.is_quiet)
+    first_epoch = publisher.epoch
+    await client.persist(f"{TAG}:meta")
+    await wait_until(lambda: publisher.is_quiet and publisher.epoch != first_epoch)
+    assert 0 < await client.pttl(f"{TAG}:meta") <= 60_000
+    assert await directory.match(keys(range(20)), [W1]) == {W1: Match(instance(1), 20)}
+    await publisher.stop()
+
+
+async def test_everything_that_is_counted_is_told_as_a_metric(directory: RedisDirectory, client: Any) -> None:
+    readings = Readings()
+    directory.expose(readings)
+    await client.sadd(f"{TAG}:blocks", b"short", b"shorter")
+    await directory.resident(W1)
+    told = [line for line in readings.render().decode().splitlines() if not line.startswith("#")]
+    assert told == [
+        "kvroute_store_malformed_total 2.0",
+        "kvroute_store_misses_total 0.0",
+        "kvroute_store_spared_matches_total 0.0",
+        "kvroute_store_breaker_openings_total 0.0",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["blocks", "events"])

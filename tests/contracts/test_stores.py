@@ -17,7 +17,9 @@ from router import launch
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import Match, Reply
+from shared.directory.mirrored import MirroredDirectory
 from shared.directory.redis import ACL_RULES, RedisDirectory
+from shared.directory.redis_pin_board import RedisPinBoard
 from shared.errors import ConfigError, DirectoryUnavailable
 from shared.types import WorkerId
 from tests.support.servers import (
@@ -38,6 +40,7 @@ from tests.support.stores import (
     epoch,
     instance,
     keys,
+    pin_spec,
     wait_until,
     worker_info,
 )
@@ -320,6 +323,104 @@ async def test_store_that_is_full_for_longer_than_a_lease_is_one_alarm(
         "worker w1 cannot publish, its changes are kept",
         "worker w1 publishes again",
     ]
+
+
+async def test_store_that_fills_up_in_the_middle_of_a_snapshot_is_one_alarm_and_heals(
+    redis_server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with held(redis_server) as (directory, client):
+        await client.flushall()
+        publisher = Publisher(directory, worker_info("w1"), rng=random.Random(0), lease_s=60.0, heartbeat_s=0.1)
+        await publisher.start()
+        publisher.on_blocks(BlockChange(stored=keys(range(20))))
+        await wait_until(lambda: publisher.is_quiet)
+        num_used = (await client.info("memory"))["used_memory"]
+        await client.config_set("maxmemory", num_used + (1 << 20))
+        try:
+            publisher.on_blocks(BlockChange(stored=keys(range(100_000))))
+            await wait_until(lambda: directory.num_misses > 2)
+            # What was there before is there still, and nothing half done is seen.
+            assert await directory.match(keys(range(30)), [W1]) == {W1: Match(instance(1), 20)}
+        finally:
+            await client.config_set("maxmemory", 0)
+        await wait_until(lambda: publisher.is_quiet)
+        assert await directory.resident(W1) == publisher.resident == set(keys(range(100_000)))
+        await publisher.stop()
+    assert [re.sub(r":.*| after.*", "", text) for text in told_by_publisher(caplog)] == [
+        "worker w1 cannot publish, its changes are kept",
+        "worker w1 publishes again",
+    ]
+
+
+READERS_ALARM = {"rights": "NoPermissionError", "password": "AuthenticationError"}
+"""Trouble that keeps routers from reading, and the error that their alarm names."""
+
+
+# A script that is cut short has applied a batch without saying so: what mirrors make of that is another matter.
+@pytest.mark.parametrize("trouble", [one for one in TROUBLES if one.name != "rights in scripts"], ids=repr)
+async def test_router_on_a_store_that_comes_to_refuse_matches_on_and_tells_of_it_once(
+    user_server: SecuredServer, caplog: pytest.LogCaptureFixture, trouble: Trouble
+) -> None:
+    async with held(user_server) as (directory, client), connected(user_server.url) as inner:
+        await client.flushall()
+        publisher = Publisher(directory, worker_info("w1"), rng=random.Random(0), lease_s=60.0, heartbeat_s=0.1)
+        await publisher.start()
+        publisher.on_blocks(BlockChange(stored=keys(range(20))))
+        mirrored = MirroredDirectory(inner, inner.feed("reader", deadline_s=PATIENT_S), refresh_s=0.05, wait_s=0.05)
+        mirrored.start()
+
+        async def until_mirrored(num_blocks: int) -> None:
+            await wait_until(lambda: len(mirrored.mirrored(W1) or ()) == num_blocks)
+            assert await mirrored.match(keys(range(50)), [W1]) == {W1: Match(instance(1), num_blocks)}
+
+        await until_mirrored(20)
+        try:
+            for command in trouble.begin:
+                await client.execute_command(*command.split())
+            num_misses = directory.num_misses
+            publisher.on_blocks(BlockChange(stored=keys([20])))
+            await wait_until(lambda: directory.num_misses > num_misses + 2)
+            if trouble.name in READERS_ALARM:
+                await wait_until(lambda: mirrored.is_resting)
+            for _ in range(10):
+                assert await mirrored.match(keys(range(50)), [W1]) == {W1: Match(instance(1), 20)}
+            assert mirrored.num_stale_matches == (10 if trouble.name in READERS_ALARM else 0)
+        finally:
+            for command in trouble.end:
+                await client.execute_command(*command.split())
+        await until_mirrored(21)
+        await wait_until(lambda: not mirrored.is_resting)
+        await publisher.stop()
+        await mirrored.close()
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("shared.")]
+    if trouble.name in READERS_ALARM:
+        assert len(told) == 2, told
+        assert READERS_ALARM[trouble.name] in told[0]
+        assert re.search(r"answers again after .* s$", told[1])
+        assert USER_PASSWORD not in "".join(told)
+    else:
+        assert told == []
+
+
+@pytest.mark.parametrize("trouble", TROUBLES, ids=repr)
+async def test_pin_board_on_a_store_that_comes_to_refuse_is_away_and_comes_back(
+    user_server: SecuredServer, trouble: Trouble
+) -> None:
+    board = RedisPinBoard(user_server.url, SCHEME, deadline_s=PATIENT_S)
+    async with user_server.client() as client:
+        await client.flushall()
+        assert await board.put(pin_spec("system"), None)
+        try:
+            for command in trouble.begin:
+                await client.execute_command(*command.split())
+            with pytest.raises(DirectoryUnavailable, match=rf"^pins_put: {trouble.error}"):
+                await board.put(pin_spec("other", life=2), None)
+        finally:
+            for command in trouble.end:
+                await client.execute_command(*command.split())
+        assert await board.put(pin_spec("other", life=2), None)
+        assert await board.spec("system") == pin_spec("system")
+    await board.close()
 
 
 @pytest.mark.parametrize("begin", ["CONFIG SET maxmemory 1", "REPLICAOF 127.0.0.1 1"])

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from shared.directory.base import MAX_KEYS_PER_CALL, Directory, Reply, WorkerRecord
 from shared.directory.redis import RedisDirectory
-from shared.directory.survey import Audited, Holding, StoreSurvey
+from shared.directory.survey import Audited, Holding, StoreSurvey, WorkerSize
 from shared.errors import ConfigError, DirectoryUnavailable
 from shared.types import CacheScheme, WorkerId
 from tests.faults.test_cluster import names_on
@@ -200,6 +200,35 @@ async def test_only_what_lives_for_ever_without_a_lease_is_left_over(surveyed: S
     await surveyed.client.sadd(f"kvr:{{{other}:gone}}:blocks", key(1))
     assert await surveyed.survey.leftovers([W1]) == ["a{b", "gone"]
     assert await surveyed.survey.leftovers([]) == ["a{b", "gone"]
+
+
+OTHERS = [CacheScheme("org/other", 64), CacheScheme("org/model", 16), CacheScheme("org/model", 64, key_version=2)]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=["model", "block size", "key version"])
+async def test_deployments_on_one_store_survey_and_reap_their_own_only(surveyed: Surveyed, other: CacheScheme) -> None:
+    await surveyed.publish("w1", range(3))
+    await surveyed.client.sadd(store_key("gone", "blocks"), key(1))
+    elsewhere = StoreSurvey(surveyed.url, other, deadline_s=PATIENT_S)
+    try:
+        assert await elsewhere.leftovers([W1]) == []
+        assert await elsewhere.audit(W1, epoch(1), 1, keys([1])) is None
+        assert (await elsewhere.sizes([W1]))[W1] == WorkerSize(0, 0, 0, None)
+        assert await elsewhere.reap(WorkerId("gone")) == 0
+    finally:
+        await elsewhere.close()
+    assert await surveyed.survey.leftovers([W1]) == ["gone"]
+    assert await surveyed.survey.audit(W1, epoch(1), 1, keys([1])) == Audited(3, 0)
+
+
+async def test_a_lease_without_an_end_is_left_over_and_can_be_reaped(surveyed: Surveyed) -> None:
+    await surveyed.publish("w1", range(3))
+    await surveyed.publish("w2", range(3))
+    await surveyed.client.persist(store_key("w2", "meta"))
+    assert await surveyed.survey.leftovers([W1]) == ["w2"]
+    assert await surveyed.survey.reap(W2) == 3
+    assert await surveyed.survey.leftovers([W1]) == []
+    assert await surveyed.directory.resident(W1) == set(keys(range(3)))
 
 
 async def test_reaping_drops_what_is_left_of_a_worker_and_nothing_of_a_live_one(surveyed: Surveyed) -> None:

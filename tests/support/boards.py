@@ -10,6 +10,7 @@ from typing import Any
 
 from shared.directory.pin_board import BoardId, PinBoard, PinSpec, PinState, Revision, Wanted, WorkerPins
 from shared.errors import DirectoryUnavailable
+from shared.telemetry import Readings
 from shared.types import WorkerId
 from tests.support.fakes import FakeEngine
 from tests.support.stores import SCHEME, worker_info
@@ -60,6 +61,9 @@ class FlakyBoard:
 
     async def clear(self) -> None:
         await self._call("clear")
+
+    def expose(self, readings: Readings) -> None:
+        self.inner.expose(readings)
 
     async def close(self) -> None:
         """The board is its owner's to close."""

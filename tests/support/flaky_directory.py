@@ -11,6 +11,7 @@ from typing import Any
 
 from shared.directory.base import Directory, Match, Reply, WorkerRecord
 from shared.errors import DirectoryUnavailable
+from shared.telemetry import Readings
 from shared.types import BlockKey, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
 
 Work = Callable[[Directory], Awaitable[Any]]
@@ -100,6 +101,9 @@ class FlakyDirectory:
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
         self._refuse_when_down("resident")
         return await self.inner.resident(worker)
+
+    def expose(self, readings: Readings) -> None:
+        self.inner.expose(readings)
 
     async def close(self) -> None:
         for task in self._late:

@@ -288,6 +288,9 @@ def test_requests_of_an_outage_are_routed_by_the_mirror_and_counted() -> None:
             metrics = router.render_metrics().decode()
             assert "kvroute_directory_degraded_total 1.0" in metrics
             assert f"kvroute_mirror_entries {router.directory.num_entries}.0" in metrics
+            assert "kvroute_mirror_stale_matches_total 1.0" in metrics
+            assert "kvroute_mirror_loads_total 3.0" in metrics
+            assert "kvroute_mirror_batches_behind 0.0" in metrics
             assert router.directory.num_entries >= 20
 
     run_virtual(scenario())

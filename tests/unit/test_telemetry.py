@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from router.requests import RequestTrace
-from shared.telemetry import TTFT_BUCKETS_S, Metrics, set_up_logging
+from shared.telemetry import TTFT_BUCKETS_S, Metrics, Readings, set_up_logging
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_other_loggers_are_left_alone(stream: io.StringIO) -> None:
     assert (logging.getLogger().handlers, stream.getvalue()) == (before, "")
 
 
-def samples(metrics: Metrics) -> dict[str, float]:
+def samples(metrics: Readings) -> dict[str, float]:
     """Every sample but buckets and creation times, by the name and labels that a reader sees."""
     found = {}
     for line in metrics.render().decode().splitlines():
@@ -86,8 +86,6 @@ def test_metrics_of_answered_failed_and_moved_requests() -> None:
     metrics.note_request("cost", "failed", 50, RequestTrace(received_at_s=1.0))
     metrics.note_failover("stream")
     metrics.note_directory_degraded()
-    metrics.note_mirror(7, 1)
-    metrics.note_mirror(5, 2)
     metrics.note_workers({"ready": 2, "draining": 1})
     metrics.note_workers({"ready": 3})
     assert samples(metrics) == {
@@ -102,8 +100,6 @@ def test_metrics_of_answered_failed_and_moved_requests() -> None:
         "kvroute_cached_tokens_total": 48,
         "kvroute_prediction_error_tokens_count": 1,
         "kvroute_directory_degraded_total": 1,
-        "kvroute_mirror_entries": 5,
-        "kvroute_mirror_batches_behind": 2,
         'kvroute_failovers_total{stage="stream"}': 1,
         'kvroute_workers{state="ready"}': 3,
     }
@@ -113,6 +109,36 @@ def test_routers_in_one_process_count_apart() -> None:
     one, other = Metrics(), Metrics()
     one.note_directory_degraded()
     assert samples(other)["kvroute_directory_degraded_total"] == 0
+
+
+def test_numbers_that_their_owners_keep_are_read_when_somebody_asks() -> None:
+    readings = Readings()
+    counts = {"a": 1}
+    readings.add_counter("kvroute_things", "Things.", lambda: counts["a"])
+    readings.add_gauge("kvroute_level", "Level.", lambda: -counts["a"])
+    readings.add_counters("kvroute_kinds", "Things by kind.", "kind", lambda: counts)
+    counts |= {"a": 2, "b": 5}
+    assert readings.render().decode() == (
+        "# HELP kvroute_things_total Things.\n# TYPE kvroute_things_total counter\nkvroute_things_total 2.0\n"
+        "# HELP kvroute_level Level.\n# TYPE kvroute_level gauge\nkvroute_level -2.0\n"
+        "# HELP kvroute_kinds_total Things by kind.\n# TYPE kvroute_kinds_total counter\n"
+        'kvroute_kinds_total{kind="a"} 2.0\nkvroute_kinds_total{kind="b"} 5.0\n'
+    )
+
+
+def test_a_name_that_two_tell_is_refused() -> None:
+    metrics = Metrics()
+    metrics.add_counter("kvroute_things", "Things.", lambda: 1)
+    with pytest.raises(ValueError, match="kvroute_things is told by somebody already"):
+        metrics.add_gauge("kvroute_things", "Things.", lambda: 1)
+
+
+def test_metrics_of_a_router_and_what_is_read_for_it_are_one_page() -> None:
+    metrics = Metrics()
+    metrics.add_counter("kvroute_things", "Things.", lambda: 3)
+    metrics.note_failover("stream")
+    found = samples(metrics)
+    assert (found["kvroute_things_total"], found['kvroute_failovers_total{stage="stream"}']) == (3, 1)
 
 
 def test_ttft_buckets_are_vllms() -> None:

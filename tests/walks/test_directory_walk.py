@@ -24,14 +24,14 @@ from shared.errors import WorkerIdTaken
 from shared.types import BlockKey, WorkerId
 from tests.support.flaky_directory import FlakyDirectory
 from tests.support.memory_store import MemoryFeed, MemoryStore, SavedStore
-from tests.support.servers import redis_cluster
+from tests.support.servers import redis_cluster, redis_server
 from tests.support.shrink import shortest_failing
 from tests.support.stores import SCHEME, STORES, Bench, Store, embedded_store, key, redis_bench, worker_info
 from tests.support.vtime import run_virtual
 from worker.engines.base import BlockChange
 from worker.publisher import Publisher
 
-__all__ = ["embedded_store", "redis_cluster"]
+__all__ = ["embedded_store", "redis_cluster", "redis_server"]
 
 NUM_SEEDS = int(os.environ.get("KVROUTE_TEST_WALK_SEEDS", "10"))
 NUM_OPERATIONS = 1000
@@ -411,7 +411,7 @@ def test_memory_and_its_mirror_tell_the_truth_after_quiet(seed: int) -> None:
 
 @pytest.mark.redis
 @pytest.mark.parametrize("seed", range(max(1, NUM_SEEDS // 10)))
-@pytest.mark.parametrize("kind", ["valkey", "redis cluster"])
+@pytest.mark.parametrize("kind", ["valkey", "redis", "redis cluster"])
 def test_real_store_and_its_mirror_tell_the_truth_after_quiet(
     request: pytest.FixtureRequest, kind: str, seed: int
 ) -> None:

@@ -24,18 +24,14 @@ local function each_chunk(command, set, blob)
   end
 end
 
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'seq')
-if not meta[1] then
-  return 'UNKNOWN'
+if refusal then
+  return refusal
 end
-if meta[1] ~= ARGV[1] then
-  return 'STALE'
-end
-local last, seq = tonumber(meta[2]), tonumber(ARGV[2])
-if seq <= last then
+local seq = tonumber(ARGV[2])
+if seq <= last_seq then
   return 'OK'
 end
-if seq ~= last + 1 then
+if seq ~= last_seq + 1 then
   return 'GAP'
 end
 each_chunk('SADD', KEYS[2], ARGV[4])
@@ -45,7 +41,6 @@ redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[6], '*',
 -- Last: an error above undoes nothing, and the batch that it cut short must not pass for applied when it is repeated.
 redis.call('HSET', KEYS[1], 'seq', ARGV[2])
 -- A set that was emptied and a trimmed stream start anew without an expiry of their own.
-local expires_at_ms = redis.call('PEXPIRETIME', KEYS[1])
 redis.call('PEXPIREAT', KEYS[2], expires_at_ms)
 redis.call('PEXPIREAT', KEYS[3], expires_at_ms)
 return 'OK'

@@ -10,17 +10,13 @@
 -- ARGV[4] entries that the event stream keeps, about
 -- Returns OK, also for a repeat; GAP when the store holds another number of keys, which it then drops; STALE; UNKNOWN.
 
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'staged')
-if not meta[1] then
-  return 'UNKNOWN'
-end
-if meta[1] == ARGV[2] then
+if refusal == 'STALE' and current_epoch == ARGV[2] then
   return 'OK'
 end
-if meta[1] ~= ARGV[1] then
-  return 'STALE'
+if refusal then
+  return refusal
 end
-if meta[2] ~= ARGV[2] then
+if staged_epoch ~= ARGV[2] then
   redis.call('UNLINK', KEYS[4])
 end
 local num_keys = redis.call('SCARD', KEYS[4])
@@ -40,7 +36,6 @@ if num_keys > 0 then
 end
 redis.call('HDEL', KEYS[1], 'staged')
 redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'seq', 0)
-local expires_at_ms = redis.call('PEXPIRETIME', KEYS[1])
 redis.call('PEXPIREAT', KEYS[2], expires_at_ms)
 redis.call('PEXPIREAT', KEYS[3], expires_at_ms)
 return 'OK'

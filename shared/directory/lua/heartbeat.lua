@@ -11,12 +11,8 @@
 
 local KEEP_EVENTS_MS = 10000  -- a mirror that is later than this loads the worker again
 
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'seq')
-if not meta[1] then
-  return 'UNKNOWN'
-end
-if meta[1] ~= ARGV[1] then
-  return 'STALE'
+if refusal then
+  return refusal
 end
 local now = redis.call('TIME')
 local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
@@ -25,7 +21,7 @@ for _, key in ipairs(KEYS) do
 end
 -- Else a worker at rest would keep the events of its last busy time. A value of a wrong type is for others to find.
 redis.pcall('XTRIM', KEYS[3], 'MINID', now_ms - KEEP_EVENTS_MS)
-if tonumber(meta[2]) ~= tonumber(ARGV[2]) then
+if last_seq ~= tonumber(ARGV[2]) then
   return 'GAP'
 end
 return 'OK'

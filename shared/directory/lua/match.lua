@@ -7,8 +7,8 @@
 
 local KEY_BYTES = 16
 local instance = redis.call('HGET', KEYS[1], 'instance')
-if not instance then
-  return nil
+if not instance or redis.call('PEXPIRETIME', KEYS[1]) < 0 then
+  return nil  -- a lease without an end is none of ours
 end
 local chain = ARGV[1]
 local num_matched = 0

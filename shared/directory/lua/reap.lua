@@ -6,7 +6,7 @@
 -- KEYS[4] staged  set
 -- Returns the number of keys dropped; 0 for a worker that lives.
 
-if redis.call('EXISTS', KEYS[1]) == 1 then
+if redis.call('PEXPIRETIME', KEYS[1]) > 0 then
   return 0
 end
-return redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4])
+return redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[3], KEYS[4])

@@ -15,7 +15,8 @@ if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then
   redis.call('UNLINK', KEYS[1])
 end
 local holder = redis.call('HGET', KEYS[1], 'instance')
-if holder and holder ~= ARGV[1] then
+-- A lease without an end is none of ours: it would hold the id for ever.
+if holder and holder ~= ARGV[1] and redis.call('PEXPIRETIME', KEYS[1]) > 0 then
   return 'TAKEN'
 end
 redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[4])

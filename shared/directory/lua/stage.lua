@@ -10,14 +10,10 @@
 local KEY_BYTES = 16
 local CHUNK = 2048  -- unpack puts its values on Lua's stack, which takes under 8,000
 
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'staged')
-if not meta[1] then
-  return 'UNKNOWN'
+if refusal then
+  return refusal
 end
-if meta[1] ~= ARGV[1] then
-  return 'STALE'
-end
-if meta[2] ~= ARGV[2] then
+if staged_epoch ~= ARGV[2] then
   redis.call('UNLINK', KEYS[2])
   redis.call('HSET', KEYS[1], 'staged', ARGV[2])
 end
@@ -29,5 +25,5 @@ for start = 1, #blob, CHUNK * KEY_BYTES do
   end
   redis.call('SADD', KEYS[2], unpack(members))
 end
-redis.call('PEXPIREAT', KEYS[2], redis.call('PEXPIRETIME', KEYS[1]))
+redis.call('PEXPIREAT', KEYS[2], expires_at_ms)
 return 'OK'
