@@ -69,6 +69,8 @@ class _Suspect:
     """Failures since the last request that it finished."""
     delay_s: float = 0.0
     retry_at_s: float = 0.0
+    has_left: bool = False
+    """Whether the log has told that its connection is gone."""
 
     @property
     def is_open(self) -> bool:
@@ -227,6 +229,8 @@ class Fleet:
             if record is not None and record.info.instance != member.record.info.instance:
                 await self._leave(worker, "a new life of it has registered")
             elif member.client.is_lost:
+                # Its lease may stand for a while yet: that it cannot be reached again is no news then.
+                self._suspects.setdefault(member.client.instance, _Suspect()).has_left = True
                 await self._leave(worker, "its connection is gone")
             elif record is not None:
                 member.record = record
@@ -258,7 +262,7 @@ class Fleet:
         except (WorkerLost, AuthenticationFailed) as error:
             await client.close()
             unreached = self._suspects.setdefault(instance, _Suspect())
-            if not unreached.is_open:
+            if not unreached.is_open and not unreached.has_left:
                 logger.warning(
                     "worker %s cannot be reached (%s): it is tried again after growing pauses", worker, error
                 )
