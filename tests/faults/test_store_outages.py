@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -28,9 +27,6 @@ from worker.publisher import Publisher
 pytestmark = pytest.mark.redis
 
 W1 = WorkerId("w1")
-NUM_REQUESTS = 12
-FROZEN_S = float(os.environ.get("KVROUTE_TEST_FROZEN_S", "0"))
-"""How long a frozen store stays so beyond what the requests of the test take."""
 
 
 @pytest.fixture

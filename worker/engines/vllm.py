@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from shared.errors import ConfigError, ContextTooLong, EngineError, InvalidRequest, PinRefused, UnknownPin
 from shared.types import BlockKey, FinishReason, RequestId, Sampling
 from worker.engines.base import EngineDelta, EngineInfo, EngineRequest, EngineStats, OnBlocks, OnDeath, PinnedPrefix
-from worker.engines.vllm_events import EventStream
 from worker.engines.vllm_keys import refusal_of_groups, refusal_of_model
 from worker.engines.vllm_launch import Launch, ending_of, launch, logged_cause, prepare_launch
 from worker.engines.vllm_options import VllmOptions, check_pin_budget
 from worker.engines.vllm_plugin import PLUGIN, Plugin, pin_arguments
 from worker.engines.vllm_steps import StepMeter
+from worker.engines.vllm_stream import EventStream
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
