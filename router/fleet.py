@@ -212,6 +212,11 @@ class Fleet:
         if not self._is_open(booking.instance):
             self._suspects.pop(booking.instance, None)
 
+    @property
+    def cache_unaware(self) -> list[WorkerId]:
+        """Members that are used, but not for their caches."""
+        return sorted(worker for worker, member in self._members.items() if not member.is_cache_aware)
+
     async def refresh(self) -> None:
         """Bring membership in line with the directory and with the connections that stand. Modifies."""
         try:
@@ -241,6 +246,7 @@ class Fleet:
         ]
         await asyncio.gather(*(self._join(record) for record in joining))
         for member in self._members.values():
+            self._check_awareness(member)
             instance = member.client.instance
             if self._is_open(instance) and self._may_try(instance) and member.client.is_connected and not member.probe:
                 member.probe = asyncio.create_task(self._probe(member), name=f"probe-{member.record.info.worker}")
@@ -290,6 +296,18 @@ class Fleet:
         self._on_leave(worker)
         await _disconnect(member)
         self._on_change()
+
+    def _check_awareness(self, member: _Member) -> None:
+        """Use a worker for its cache no more once its engine has told of other blocks than it announced. Loud once."""
+        status = member.client.status
+        if member.is_cache_aware and status is not None and not status.is_cache_aware:
+            member.is_cache_aware = False
+            logger.error(
+                "worker %s has other blocks than it announced (its own log says which): it is used, but not for its "
+                "cache",
+                member.record.info.worker,
+            )
+            self._on_change()
 
     async def _probe(self, member: _Member) -> None:
         """Have a suspect worker compute one token."""

@@ -205,7 +205,7 @@ class Router:
 
     def render_metrics(self) -> bytes:
         """All metrics as of now, as a Prometheus server reads them."""
-        self.metrics.note_workers(self.fleet.state_to_count())
+        self.metrics.note_workers(self.fleet.state_to_count(), self.fleet.cache_unaware)
         if isinstance(self.directory, MirroredDirectory):
             self.metrics.note_mirror(self.directory.num_entries, self.directory.num_batches_behind)
         return self.metrics.render()

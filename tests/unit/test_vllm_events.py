@@ -175,6 +175,16 @@ class TestTranslator:
         events = [stored([1], range(4), medium="CPU"), removed(77), stored([5], range(4), parent=99)]
         assert translator.apply(events) == BlockChange()
 
+    def test_copies_in_another_medium_neither_outlive_a_clearing_nor_hide_what_is_in_the_pool(
+        self, translator: EventTranslator
+    ):
+        translator.apply([stored([1], range(4)), stored([1], range(4), medium="CPU")])
+        assert translator.apply([CLEARED]) == BlockChange(is_reset=True)
+        assert translator.keys == set()
+        translator.apply([stored([1], range(4)), stored([1], range(4), medium="CPU")])
+        assert translator.apply([{**removed(1), "medium": "CPU"}]) == BlockChange()
+        assert translator.keys == set(keys(range(4)))
+
     def test_another_block_size_ends_cache_awareness(self, translator: EventTranslator):
         translator.apply([stored([1], range(4))])
         change = translator.apply([stored([2], range(8), block_size=8)])

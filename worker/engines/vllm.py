@@ -148,6 +148,7 @@ class VllmEngine:
             num_waiting=num_unfinished - num_running,
             kv_used_blocks=round(self._meter.kv_usage * self._num_blocks),
             step_fit=self._meter.fit(),
+            is_cache_aware=self.is_cache_aware,
         )
 
     async def resident(self) -> set[BlockKey]:
