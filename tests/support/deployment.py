@@ -40,7 +40,6 @@ NUM_REQUESTS = 12
 """In one round of requests."""
 NUM_PREFIXES = 4
 NUM_PREFIX_TOKENS = 160
-_ENDLESS_S = 3600.0
 _IMPATIENT_S = 0.1
 """Deadline of calls to a store that does not answer at all, whatever the machine does."""
 
@@ -182,7 +181,7 @@ class Deployment:
         self._set_deadlines(_IMPATIENT_S)
 
     def regain_patience(self) -> None:
-        """Undo that, and end the breaker's rest, which is endless so that the number of waits is known."""
+        """Undo that, and end the breaker's rest."""
         self._set_deadlines(PATIENT_S)
         for server in self.inner._connection._servers.primaries:
             server.breaker._rests_until_s = 0.0
@@ -216,12 +215,12 @@ def _true_matches(
 
 @contextlib.asynccontextmanager
 async def deployment(
-    url: str, reading: Reading, *, num_workers: int = 3, processes: Sequence[WorkerProcess] = ()
+    url: str, reading: Reading, *, num_workers: int = 3, processes: Sequence[WorkerProcess] = (), rest_s: float = 0.05
 ) -> AsyncIterator[Deployment]:
-    """A deployment that has answered a round of requests. Its breakers rest for ever."""
+    """A deployment that has answered a round of requests; its router's breaker rests for `rest_s`."""
     patience = {"match_deadline_s": PATIENT_S, "publish_deadline_s": PATIENT_S}
     publishers = RedisDirectory(url, SCHEME, **patience)
-    inner = CountingDirectory(url, SCHEME, **patience, rest_s=_ENDLESS_S)
+    inner = CountingDirectory(url, SCHEME, **patience, rest_s=rest_s)
     directory: Directory = inner
     if reading == "mirrored":
         directory = mirrored = MirroredDirectory(inner, inner.feed("router", deadline_s=PATIENT_S), refresh_s=0.1)
