@@ -69,6 +69,8 @@ class _Suspect:
     """Failures since the last request that it finished."""
     delay_s: float = 0.0
     retry_at_s: float = 0.0
+    has_left: bool = False
+    """Whether the log has told that its connection is gone."""
 
     @property
     def is_open(self) -> bool:
@@ -210,6 +212,11 @@ class Fleet:
         if not self._is_open(booking.instance):
             self._suspects.pop(booking.instance, None)
 
+    @property
+    def cache_unaware(self) -> list[WorkerId]:
+        """Members that are used, but not for their caches."""
+        return sorted(worker for worker, member in self._members.items() if not member.is_cache_aware)
+
     async def refresh(self) -> None:
         """Bring membership in line with the directory and with the connections that stand. Modifies."""
         try:
@@ -227,6 +234,8 @@ class Fleet:
             if record is not None and record.info.instance != member.record.info.instance:
                 await self._leave(worker, "a new life of it has registered")
             elif member.client.is_lost:
+                # Its lease may stand for a while yet: that it cannot be reached again is no news then.
+                self._suspects.setdefault(member.client.instance, _Suspect()).has_left = True
                 await self._leave(worker, "its connection is gone")
             elif record is not None:
                 member.record = record
@@ -237,6 +246,7 @@ class Fleet:
         ]
         await asyncio.gather(*(self._join(record) for record in joining))
         for member in self._members.values():
+            self._check_awareness(member)
             instance = member.client.instance
             if self._is_open(instance) and self._may_try(instance) and member.client.is_connected and not member.probe:
                 member.probe = asyncio.create_task(self._probe(member), name=f"probe-{member.record.info.worker}")
@@ -258,7 +268,7 @@ class Fleet:
         except (WorkerLost, AuthenticationFailed) as error:
             await client.close()
             unreached = self._suspects.setdefault(instance, _Suspect())
-            if not unreached.is_open:
+            if not unreached.is_open and not unreached.has_left:
                 logger.warning(
                     "worker %s cannot be reached (%s): it is tried again after growing pauses", worker, error
                 )
@@ -286,6 +296,18 @@ class Fleet:
         self._on_leave(worker)
         await _disconnect(member)
         self._on_change()
+
+    def _check_awareness(self, member: _Member) -> None:
+        """Use a worker for its cache no more once its engine has told of other blocks than it announced. Loud once."""
+        status = member.client.status
+        if member.is_cache_aware and status is not None and not status.is_cache_aware:
+            member.is_cache_aware = False
+            logger.error(
+                "worker %s has other blocks than it announced (its own log says which): it is used, but not for its "
+                "cache",
+                member.record.info.worker,
+            )
+            self._on_change()
 
     async def _probe(self, member: _Member) -> None:
         """Have a suspect worker compute one token."""

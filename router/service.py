@@ -205,5 +205,5 @@ class Router:
 
     def render_metrics(self) -> bytes:
         """All metrics as of now, as a Prometheus server reads them."""
-        self.metrics.note_workers(self.fleet.state_to_count())
+        self.metrics.note_workers(self.fleet.state_to_count(), self.fleet.cache_unaware)
         return self.metrics.render()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Literal, Protocol, TextIO
 
@@ -179,6 +179,12 @@ class Metrics(Readings):
             "kvroute_failovers", "Attempts that a worker failed, by how far they were.", ["stage"], registry=registry
         )
         self._workers = Gauge("kvroute_workers", "Workers by state.", ["state"], registry=registry)
+        self._cache_unaware = Gauge(
+            "kvroute_worker_cache_unaware",
+            "1 for each worker that is used, but not for its cache, since its blocks are not what block keys describe.",
+            ["worker"],
+            registry=registry,
+        )
 
     def note_request(self, policy: str, outcome: str, num_prompt_tokens: int, trace: Trace) -> None:
         """Count one request that has ended. Tokens count only where a worker has begun to answer."""
@@ -200,8 +206,11 @@ class Metrics(Readings):
         """Count one request that was routed without the directory."""
         self._directory_degraded.inc()
 
-    def note_workers(self, state_to_count: Mapping[str, int]) -> None:
-        """Set how many workers are in each state; states that are left out have none."""
+    def note_workers(self, state_to_count: Mapping[str, int], cache_unaware: Iterable[str] = ()) -> None:
+        """Set how many workers are in each state, and whose cache is of no use; what is left out has none."""
         self._workers.clear()
         for state, count in state_to_count.items():
             self._workers.labels(state).set(count)
+        self._cache_unaware.clear()
+        for worker in cache_unaware:
+            self._cache_unaware.labels(worker).set(1)

@@ -144,3 +144,5 @@ class WorkerStatus:
     """Most prompt tokens that one engine step prefills."""
     is_draining: bool = False
     num_resident_blocks: int = 0
+    is_cache_aware: bool = True
+    """False once its engine's blocks have turned out to be other ones than were announced."""

@@ -173,6 +173,7 @@ class WorkerHost:
             step_budget_tokens=self._engine_info.step_budget_tokens,
             is_draining=self._is_draining,
             num_resident_blocks=0 if self._count_resident_blocks is None else self._count_resident_blocks(),
+            is_cache_aware=stats.is_cache_aware,
         )
 
     def _start_serving(self, channel: Channel) -> None:

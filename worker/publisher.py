@@ -73,7 +73,6 @@ class Publisher:
         """Why a snapshot is planned; it contains every change up to the moment it is taken."""
         self._commit: Commit | None = None
         self._is_staging = False
-
         self._is_registered = False
         self._epoch = self._new_epoch()
         self._seq = 0
@@ -348,7 +347,7 @@ class Publisher:
         if reply is not Reply.GAP:
             self._is_registered = False
             self._epoch = self._new_epoch()
-        self._set_back()
+        self._note_loss(f"the store answers {reply} and gets a snapshot")
         if reply is Reply.UNKNOWN:
             # A store that came back empty says this to all workers at once.
             self._pause_s = self._rng.uniform(0.0, self._heartbeat_s / 2)
@@ -366,11 +365,12 @@ class Publisher:
         self._num_setbacks += 1
         self._pause_s = longest_s * self._rng.uniform(0.5, 1.0)
 
-    def _note_loss(self, error: DirectoryUnavailable) -> None:
+    def _note_loss(self, cause: DirectoryUnavailable | str) -> None:
+        """One line for all that goes wrong until the store has everything again."""
         self._set_back()
         if self._lost_at_s is None:
             self._lost_at_s = asyncio.get_running_loop().time()
-            logger.warning("worker %s cannot publish, its changes are kept: %s", self._info.worker, error)
+            logger.warning("worker %s cannot publish, its changes are kept: %s", self._info.worker, cause)
 
     def _start_over(self) -> None:
         """After an unexpected error nothing is sure, but that the worker's requests need no directory."""

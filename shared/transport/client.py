@@ -167,7 +167,8 @@ class ChannelClient:
                 channel = await self._reconnect(deadline_s)
         except (WorkerLost, AuthenticationFailed) as error:
             reason = error
-            _logger.warning("worker %s is lost: %s", self.worker, error)
+            # Whoever owns this client tells of the loss.
+            _logger.info("worker %s is lost: %s", self.worker, error)
         except Exception as error:
             # A fault of our own. Going on could leave requests waiting for ever; so they fail over.
             reason = WorkerLost(f"the connection to worker {self.worker} failed: {type(error).__name__}: {error}")

@@ -109,6 +109,7 @@ class FakeEngine:
         """Names in the order in which they were to be pinned; a `-` in front tells of an unpin."""
         self.num_pins_cancelled = 0
         """Pins that were being computed when somebody cancelled them."""
+        self.is_cache_aware = True  # for tests to set
         self._num_running = 0
         self._waiting: deque[_Live] = deque()
         self._live: dict[RequestId, _Live] = {}
@@ -172,6 +173,7 @@ class FakeEngine:
             num_waiting=len(self._live) - num_running,
             kv_used_blocks=sum(live.num_blocks for live in self._live.values()) + len(self._pinned()),
             step_fit=StepFit(self.token_s, self.prefill_s_per_token, self.decode_s_per_seq),
+            is_cache_aware=self.is_cache_aware,
         )
 
     async def resident(self) -> set[BlockKey]:

@@ -18,7 +18,7 @@ from shared.directory.mirrored import MirroredDirectory
 from shared.hashing import pack_tokens, parity_key
 from shared.telemetry import Metrics
 from shared.transport.base import Channel, OnChange, WorkerClient
-from shared.transport.client import ChannelClient
+from shared.transport.client import ChannelClient, connect_worker
 from shared.types import CacheScheme, Instance, RequestId, RouterId, Sampling, WorkerId, WorkerInfo
 from tests.support.fakes import FakeEngine
 from tests.support.memory_store import MemoryFeed, MemoryStore
@@ -28,6 +28,8 @@ from worker.publisher import Publisher
 SCHEME = CacheScheme("fake", 16)
 PARITY_KEY = parity_key(SCHEME, b"fingerprint")
 SECRET = b"rack"
+_IN_PROCESS = "unix:/nowhere"
+"""What workers of a rack announce; one that announces anything else is a process of its own, and is reached there."""
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class Rack:
 
     directory: Directory
     make_engine: Callable[..., FakeEngine]
+    heartbeat_s: float = 1.0
     worker_to_slot: dict[WorkerId, Slot] = field(default_factory=dict)
     num_started: int = 0
     num_routers: int = 0
@@ -64,7 +67,7 @@ class Rack:
         info = WorkerInfo(
             worker=worker,
             instance=instance,
-            address="unix:/nowhere",
+            address=_IN_PROCESS,
             scheme=SCHEME,
             parity_key=parity,
             num_blocks=engine_info.num_blocks,
@@ -73,7 +76,8 @@ class Rack:
             engine=engine_info.name,
             eviction=engine_info.eviction,
         )
-        publishers.append(Publisher(self.directory, info, rng=random.Random(self.num_started)))
+        rng = random.Random(self.num_started)
+        publishers.append(Publisher(self.directory, info, rng=rng, heartbeat_s=self.heartbeat_s))
         await publishers[0].start()
         self.worker_to_slot[worker] = Slot(info, engine, host, publishers[0])
         return self.worker_to_slot[worker]
@@ -108,6 +112,9 @@ class Rack:
             self.mirrors.append(directory)
 
         def connect(record: WorkerRecord, on_change: OnChange) -> WorkerClient:
+            if record.info.address != _IN_PROCESS:
+                return connect_worker(record.info, router_id, SECRET, rng=rng, on_change=on_change)
+
             async def open_channel() -> Channel:
                 slot = self.worker_to_slot.get(record.info.worker)
                 if slot is None:
@@ -163,13 +170,15 @@ class Rack:
 
 
 @contextlib.asynccontextmanager
-async def rack(num_workers: int, directory: Directory | None = None, **engine: object) -> AsyncIterator[Rack]:
+async def rack(
+    num_workers: int, directory: Directory | None = None, *, heartbeat_s: float = 1.0, **engine: object
+) -> AsyncIterator[Rack]:
     """A rack of `num_workers` fake engines with the given properties. Over a `MemoryStore` its routers have mirrors."""
 
     def make_engine(**wiring: object) -> FakeEngine:
         return FakeEngine(**{**engine, **wiring})
 
-    built = Rack(directory or MemoryDirectory(SCHEME, asyncio.get_running_loop().time), make_engine)
+    built = Rack(directory or MemoryDirectory(SCHEME, asyncio.get_running_loop().time), make_engine, heartbeat_s)
     try:
         for index in range(num_workers):
             await built.start_worker(f"w{index}")

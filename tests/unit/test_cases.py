@@ -21,6 +21,7 @@ from tests.support.rack import SCHEME, Rack, Slot, ask, mirrored_rack, prompt, r
 from tests.support.tokenizers import write_model_folder
 from tests.support.vtime import run_virtual
 from worker.engines.base import BlockChange
+from worker.engines.vllm_events import EventTranslator
 
 W0, W1, W2, W3 = (WorkerId(f"w{index}") for index in range(4))
 REAL = {"token_s": 0.01, "decode_s_per_seq": 0.0005, "prefill_s_per_token": 0.0002, "is_contended": True}
@@ -84,7 +85,10 @@ class TestAllCleared:
                 for _ in range(50):
                     await workers.worker_to_slot[W0].engine.reset_cache()
                     await asyncio.sleep(0.001)
-                assert {trace.worker for _, trace in await asyncio.gather(*asked)} == {W1}
+                traces = [trace for _, trace in await asyncio.gather(*asked)]
+                assert {trace.worker for trace in traces} == {W1}
+                assert all(trace.bound_at_s is not None for trace in traces)
+                assert max((trace.bound_at_s or 0.0) - trace.received_at_s for trace in traces) < 0.02
 
         run_virtual(scenario())
 
@@ -93,7 +97,7 @@ class TestAllCleared:
 class TestLongestHolder:
     """G2."""
 
-    def test_longest_live_holder_gets_the_request(self, rack: OpenRack) -> None:
+    def test_longest_live_holder_gets_the_request(self, rack: OpenRack, caplog: pytest.LogCaptureFixture) -> None:
         async def scenario() -> None:
             async with rack(4, **REAL) as workers:
                 whole = prompt(1, 160, 0, num_tail_tokens=1)
@@ -105,6 +109,7 @@ class TestLongestHolder:
                     assert (trace.worker, trace.matched_tokens, trace.failed_workers) == (W2, 144, [])
 
         run_virtual(scenario())
+        assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
     def test_listed_holder_that_cannot_be_reached_is_no_error(self, rack: OpenRack) -> None:
         async def scenario() -> None:
@@ -154,6 +159,42 @@ class TestOtherBlockSize:
 
         run_virtual(scenario())
         assert "worker w1 does not compute our block keys" in caplog.text
+
+    @pytest.mark.parametrize("block_size_tokens", [64, 8])
+    def test_events_of_another_block_size_than_announced_are_found_with_the_first(
+        self, rack: OpenRack, block_size_tokens: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def scenario() -> None:
+            async with rack(2, **REAL) as workers, workers.router() as router:
+                await warm(workers, W0, W1, token_ids=prompt(1, 160, 0))
+                slot, translator = workers.worker_to_slot[W1], EventTranslator(SCHEME)
+                tokens = prompt(1, 2 * block_size_tokens, 0)[: 2 * block_size_tokens]
+                event = {
+                    "type": "BlockStored",
+                    "block_hashes": [1, 2],
+                    "parent_block_hash": None,
+                    "token_ids": tokens,
+                    "block_size": block_size_tokens,
+                }
+                slot.publisher.on_blocks(translator.apply([event]))
+                slot.engine.is_cache_aware = translator.refusal is None
+                assert translator.refusal == f"engine's blocks have {block_size_tokens} tokens, announced were 16"
+                await workers.settle()
+                await asyncio.sleep(2.5)  # a status, and the router's next look at its workers
+                assert 'kvroute_worker_cache_unaware{worker="w1"} 1.0' in router.render_metrics().decode()
+                _, trace = await ask(router, "a", prompt(1, 160, 1))
+                assert (trace.worker, trace.matched_tokens) == (W0, 160)
+                await workers.stop_worker(W0)
+                for number in range(2):  # nor is it expected to hold what was just sent there
+                    answer, trace = await ask(router, f"b{number}", prompt(1, 160, 2))
+                    assert (trace.worker, trace.matched_tokens) == (W1, 0)
+                    assert answer == fake_tokens(prompt(1, 160, 2), 8)
+
+        run_virtual(scenario())
+        told = [record.getMessage() for record in caplog.records if "w1" in record.getMessage()]
+        assert [line for line in told if "cache" in line] == [
+            "worker w1 has other blocks than it announced (its own log says which): it is used, but not for its cache"
+        ]
 
 
 class TestMissWhileTheEmptiestCacheIsBusy:

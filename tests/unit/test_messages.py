@@ -53,7 +53,7 @@ SUBMIT = Submit(
     priority=-1,
     matched_tokens=64,
 )
-STATUS = WorkerStatus(1, 2, 3, 4, 5, 0.5, 0.25, 0.125, 6, is_draining=True, num_resident_blocks=7)
+STATUS = WorkerStatus(1, 2, 3, 4, 5, 0.5, 0.25, 0.125, 6, is_draining=True, num_resident_blocks=7, is_cache_aware=False)
 FRAME = Frame(
     INSTANCE,
     3,
@@ -110,7 +110,7 @@ def test_golden_frame() -> None:
     assert encode(FRAME).hex() == (
         "9607d92030303030303030303030303030303030303030303030303030303030303030300307"
         "9297a272310100920506c040c097a27232020990a473746f70c093ac656e67696e655f6572726f72a178c0"
-        "9b0102030405cb3fe0000000000000cb3fd0000000000000cb3fc000000000000006c307"
+        "9c0102030405cb3fe0000000000000cb3fd0000000000000cb3fc000000000000006c307c2"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -16,6 +17,7 @@ from shared.directory.memory import MemoryDirectory
 from shared.errors import WorkerIdTaken
 from shared.types import WorkerId
 from tests.support.flaky_directory import Fault, FlakyDirectory
+from tests.support.memory_store import MemoryStore
 from tests.support.stores import SCHEME, epoch, keys, worker_info
 from tests.support.vtime import run_virtual
 from worker.engines.base import BlockChange
@@ -476,8 +478,30 @@ def test_unexpected_fault_is_told_once_and_started_over_at_growing_distances(
         assert min(after - before for before, after in pairwise(called_at_s[-5:])) >= HEARTBEAT_S / 2
 
     run_virtual(scenario())
-    told = [record.levelno for record in caplog.records]
-    assert told == [logging.ERROR, logging.WARNING]
+    # That the store has forgotten the worker is another matter, with an end of its own.
+    told = [record for record in caplog.records if re.search("starts publishing over|faults", record.getMessage())]
+    assert [record.levelno for record in told] == [logging.ERROR, logging.WARNING]
+
+
+@pytest.mark.parametrize("loss", ["batch", "worker"])
+def test_what_the_store_has_lost_is_told_once_and_mended(loss: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        store = MemoryStore(SCHEME, asyncio.get_running_loop().time)
+        publisher = make_publisher(store)
+        await publisher.start()
+        saved = store.saved()
+        publisher.on_blocks(stored([1]))
+        await asyncio.sleep(2 * TICK_S)
+        store.restore(saved) if loss == "batch" else store.flush()
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        assert await store.resident(W1) == set(keys([1]))
+        await publisher.stop()
+
+    run_virtual(scenario())
+    answer = {"batch": "GAP", "worker": "UNKNOWN"}[loss]
+    first, second = [record.getMessage() for record in caplog.records]
+    assert first == f"worker w1 cannot publish, its changes are kept: the store answers {answer} and gets a snapshot"
+    assert re.fullmatch(r"worker w1 publishes again after \d\.\d s", second)
 
 
 def test_stop_with_the_store_down_is_no_error() -> None:

@@ -23,7 +23,8 @@ pytest.importorskip("zmq")
 import zmq
 import zmq.asyncio
 
-from worker.engines.vllm_events import EventStream, EventTranslator, PoolSnapshot, decode_batch
+from worker.engines.vllm_events import EventTranslator, PoolSnapshot, decode_batch
+from worker.engines.vllm_stream import EventStream
 
 SCHEME = CacheScheme("m", 4)
 # A batch as vLLM 0.32 published it for a prompt of two blocks of 4 and one evicted block; ids and hashes shortened.
@@ -173,6 +174,16 @@ class TestTranslator:
     def test_other_media_and_unknown_hashes_are_ignored(self, translator: EventTranslator):
         events = [stored([1], range(4), medium="CPU"), removed(77), stored([5], range(4), parent=99)]
         assert translator.apply(events) == BlockChange()
+
+    def test_copies_in_another_medium_neither_outlive_a_clearing_nor_hide_what_is_in_the_pool(
+        self, translator: EventTranslator
+    ):
+        translator.apply([stored([1], range(4)), stored([1], range(4), medium="CPU")])
+        assert translator.apply([CLEARED]) == BlockChange(is_reset=True)
+        assert translator.keys == set()
+        translator.apply([stored([1], range(4)), stored([1], range(4), medium="CPU")])
+        assert translator.apply([{**removed(1), "medium": "CPU"}]) == BlockChange()
+        assert translator.keys == set(keys(range(4)))
 
     def test_another_block_size_ends_cache_awareness(self, translator: EventTranslator):
         translator.apply([stored([1], range(4))])
@@ -343,6 +354,41 @@ class TestStream:
         async with following(endpoints, quiet_s=0.05) as (publisher, _, told):
             await publisher.publish(stored([1], range(4)), is_lost=True)
             assert await told.until(1) == [BlockChange(keys(range(4)))]
+
+    @pytest.mark.parametrize("is_quiet_after", [True, False])
+    async def test_a_loss_that_a_quiet_time_has_found_is_told_once(
+        self, endpoints: tuple[str, str], is_quiet_after: bool, caplog: pytest.LogCaptureFixture
+    ):
+        async with following(endpoints, quiet_s=0.05) as (publisher, stream, told):
+            await publisher.publish(stored([1], range(4)), is_lost=True)
+            await publisher.publish(stored([2], range(4, 8), parent=1), is_lost=True)
+            await told.until(2)
+            if is_quiet_after:
+                async with asyncio.timeout(60.0):
+                    while not caplog.records:
+                        await asyncio.sleep(0.01)
+            await publisher.publish(stored([3], range(8, 12), parent=2))
+            await told.until(3)
+            assert (stream.num_replays, stream.num_rebuilds) == (0, 0)
+        assert [record.getMessage() for record in caplog.records] == [
+            "KV events: batches 0 to 1 were lost on their way and are made up for"
+        ]
+
+    async def test_a_batch_that_comes_after_a_replay_has_brought_it_is_no_loss(
+        self, endpoints: tuple[str, str], caplog: pytest.LogCaptureFixture
+    ):
+        async with following(endpoints, quiet_s=0.05) as (publisher, stream, told):
+            await publisher.publish(stored([1], range(4)), is_lost=True)
+            async with stream._lock:
+                await stream._replay()
+                # Its subscription's copy is only a little late.
+                await publisher.pub.send_multipart([b"", (0).to_bytes(8, "big"), publisher.sent[0]])
+            async with asyncio.timeout(60.0):
+                while not stream._num_known:
+                    await asyncio.sleep(0.01)
+            await stream._look_for_more()
+            assert await told.until(1) == [BlockChange(keys(range(4)))]
+        assert caplog.records == []
 
     async def test_bytes_that_are_no_batch_are_repaired(self, endpoints: tuple[str, str]):
         async with following(endpoints) as (publisher, stream, told):

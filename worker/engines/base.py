@@ -79,6 +79,8 @@ class EngineStats:
     num_waiting: int
     kv_used_blocks: int
     step_fit: StepFit
+    is_cache_aware: bool = True
+    """False once the cache has turned out not to be what the block keys say: no block is told of any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from shared.errors import ConfigError, ContextTooLong, EngineError, InvalidRequest, PinRefused, UnknownPin
 from shared.types import BlockKey, FinishReason, RequestId, Sampling
 from worker.engines.base import EngineDelta, EngineInfo, EngineRequest, EngineStats, OnBlocks, OnDeath, PinnedPrefix
-from worker.engines.vllm_events import EventStream
 from worker.engines.vllm_keys import refusal_of_groups, refusal_of_model
 from worker.engines.vllm_launch import Launch, ending_of, launch, logged_cause, prepare_launch
 from worker.engines.vllm_options import VllmOptions, check_pin_budget
 from worker.engines.vllm_plugin import PLUGIN, Plugin, pin_arguments
 from worker.engines.vllm_steps import StepMeter
+from worker.engines.vllm_stream import EventStream
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -148,6 +148,7 @@ class VllmEngine:
             num_waiting=num_unfinished - num_running,
             kv_used_blocks=round(self._meter.kv_usage * self._num_blocks),
             step_fit=self._meter.fit(),
+            is_cache_aware=self.is_cache_aware,
         )
 
     async def resident(self) -> set[BlockKey]:
