@@ -115,7 +115,10 @@ async def test_tails_that_come_and_go_leave_only_the_live_set(embedded_store: Em
                 await churn(deployed, range(num_first, NUM_REQUESTS), rng)
                 at_the_end = await weigh(deployed, client)
                 # Each block went in and, but for those that are live, came out again, through everything.
-                assert directory.num_keys_applied == 2 * NUM_REQUESTS * TAIL_BLOCKS - LIVE_BLOCKS
+                num_changes = 2 * NUM_REQUESTS * TAIL_BLOCKS - LIVE_BLOCKS
+                assert built.worker_to_slot[W0].publisher.num_block_events == num_changes
+                # Where the machine stalls for ten seconds, a mirror loads what it has missed.
+                assert directory.num_loads > 1 or directory.num_keys_applied == num_changes
     finally:
         await directory.close()
         await publishers.close()
