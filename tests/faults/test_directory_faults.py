@@ -43,8 +43,9 @@ from tests.support.deployment import (
     told,
 )
 from tests.support.proxy import Direction, proxy
+from tests.support.rack import SCHEME
 from tests.support.servers import ServerProcess, find_redis_server
-from tests.support.stores import PATIENT_S, key, keys, wait_until
+from tests.support.stores import LONG_LEASE_S, PATIENT_S, key, keys, wait_until
 from tests.support.worker_child import FIRST_KEYS
 
 pytestmark = pytest.mark.redis
@@ -88,6 +89,8 @@ async def test_outage_of_the_store(
             await deployed.ask_all()  # what it will not know
             await deployed.wait_for_truth()
         num_matches, num_waited, num_spared = counts(deployed)
+        if outage == "frozen" and FROZEN_S:
+            await renew_leases(deployed, server, FROZEN_S / 2)
         OUTAGES[outage](server)
         deployed.lose_patience()
         if reading == "mirrored":
@@ -105,6 +108,8 @@ async def test_outage_of_the_store(
             assert asked - num_matches == 2 * NUM_REQUESTS
             assert waited - num_waited == NUM_MISSES_TO_OPEN
             assert spared - num_spared == 2 * NUM_REQUESTS - NUM_MISSES_TO_OPEN
+        for slot in deployed.rack.worker_to_slot.values():
+            slot.publisher._lease_s = LONG_LEASE_S
         server.start()
         deployed.regain_patience()
         await deployed.wait_for_truth()
@@ -117,6 +122,17 @@ async def test_outage_of_the_store(
             *(f"worker w{number} {what}" for number in range(3) for what in ("cannot publish", "publishes again")),
         ]
     )
+
+
+async def renew_leases(deployed: Deployment, server: ServerProcess, lease_s: float) -> None:
+    """Let the next heartbeats ask for leases that will have run out when the store thaws."""
+    for slot in deployed.rack.worker_to_slot.values():
+        slot.publisher._lease_s = lease_s
+    names = [f"kvr:{{{SCHEME.namespace}:{worker}}}:meta" for worker in deployed.rack.worker_to_slot]
+    with server.blocking_client() as client:
+        async with asyncio.timeout(PATIENT_S):
+            while any(client.pttl(name) > 1000 * lease_s for name in names):
+                await asyncio.sleep(0.01)
 
 
 def counts(deployed: Deployment) -> tuple[int, int, int]:

@@ -30,7 +30,7 @@ from shared.transport.inspection import inspect_worker
 from shared.types import BlockKey, Instance, RouterId, WorkerId
 from tests.support.fakes import fake_tokens
 from tests.support.rack import SCHEME, SECRET, Rack, ask, prompt, rack
-from tests.support.stores import PATIENT_S, wait_until
+from tests.support.stores import LONG_LEASE_S, PATIENT_S, wait_until
 from tests.support.worker_child import FIRST_KEYS, instance_of
 
 Reading = Literal["read through", "mirrored"]
@@ -217,7 +217,10 @@ def _true_matches(
 async def deployment(
     url: str, reading: Reading, *, num_workers: int = 3, processes: Sequence[WorkerProcess] = (), rest_s: float = 0.05
 ) -> AsyncIterator[Deployment]:
-    """A deployment that has answered a round of requests; its router's breaker rests for `rest_s`."""
+    """A deployment that has answered a round of requests; its router's breaker rests for `rest_s`.
+
+    Leases are long, so that a machine that stalls is no fault of its own.
+    """
     patience = {"match_deadline_s": PATIENT_S, "publish_deadline_s": PATIENT_S}
     publishers = RedisDirectory(url, SCHEME, **patience)
     inner = CountingDirectory(url, SCHEME, **patience, rest_s=rest_s)
@@ -226,7 +229,7 @@ async def deployment(
         directory = mirrored = MirroredDirectory(inner, inner.feed("router", deadline_s=PATIENT_S), refresh_s=0.1)
         mirrored.start()
     try:
-        async with rack(num_workers, publishers, heartbeat_s=0.2, num_blocks=1 << 14) as built:
+        async with rack(num_workers, publishers, heartbeat_s=0.2, lease_s=LONG_LEASE_S, num_blocks=1 << 14) as built:
             built.directory = directory
             async with built.router(refresh_s=0.1) as router:
                 deployed = Deployment(built, router, directory, inner, publishers, list(processes))

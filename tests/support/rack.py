@@ -49,6 +49,7 @@ class Rack:
     directory: Directory
     make_engine: Callable[..., FakeEngine]
     heartbeat_s: float = 1.0
+    lease_s: float = 5.0
     worker_to_slot: dict[WorkerId, Slot] = field(default_factory=dict)
     num_started: int = 0
     num_routers: int = 0
@@ -77,7 +78,7 @@ class Rack:
             eviction=engine_info.eviction,
         )
         rng = random.Random(self.num_started)
-        publishers.append(Publisher(self.directory, info, rng=rng, heartbeat_s=self.heartbeat_s))
+        publishers.append(Publisher(self.directory, info, rng=rng, lease_s=self.lease_s, heartbeat_s=self.heartbeat_s))
         await publishers[0].start()
         self.worker_to_slot[worker] = Slot(info, engine, host, publishers[0])
         return self.worker_to_slot[worker]
@@ -171,14 +172,20 @@ class Rack:
 
 @contextlib.asynccontextmanager
 async def rack(
-    num_workers: int, directory: Directory | None = None, *, heartbeat_s: float = 1.0, **engine: object
+    num_workers: int,
+    directory: Directory | None = None,
+    *,
+    heartbeat_s: float = 1.0,
+    lease_s: float = 5.0,
+    **engine: object,
 ) -> AsyncIterator[Rack]:
     """A rack of `num_workers` fake engines with the given properties. Over a `MemoryStore` its routers have mirrors."""
 
     def make_engine(**wiring: object) -> FakeEngine:
         return FakeEngine(**{**engine, **wiring})
 
-    built = Rack(directory or MemoryDirectory(SCHEME, asyncio.get_running_loop().time), make_engine, heartbeat_s)
+    directory = directory or MemoryDirectory(SCHEME, asyncio.get_running_loop().time)
+    built = Rack(directory, make_engine, heartbeat_s, lease_s)
     try:
         for index in range(num_workers):
             await built.start_worker(f"w{index}")
