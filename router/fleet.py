@@ -95,6 +95,7 @@ class Fleet:
         self._only = only
         self._refresh_s = refresh_s
         self._members: dict[WorkerId, _Member] = {}
+        self._worker_to_instance: Mapping[WorkerId, Instance] | None = None
         self._table = LoadTable()
         self._is_roll_due = True
         """Whether who may be sent to has changed since the last roll call."""
@@ -113,8 +114,10 @@ class Fleet:
 
     @property
     def worker_to_instance(self) -> Mapping[WorkerId, Instance]:
-        """Every member and the life of it that this router is connected to."""
-        return {worker: member.client.instance for worker, member in self._members.items()}
+        """Every member and the life of it that this router is connected to. The same object until that changes."""
+        if self._worker_to_instance is None:
+            self._worker_to_instance = {worker: member.client.instance for worker, member in self._members.items()}
+        return self._worker_to_instance
 
     async def start(self) -> None:
         """Join the workers that the directory names now, and follow it from then on."""
@@ -129,6 +132,7 @@ class Fleet:
         for member in list(self._members.values()):
             await _disconnect(member)
         self._members.clear()
+        self._worker_to_instance = None
         self._unwritten.clear()
         self._is_roll_due = True
 
@@ -336,12 +340,14 @@ class Fleet:
                 record.info.scheme.namespace,
             )
         self._members[worker] = _Member(record, client, is_cache_aware, last_booking=self._num_booked)
+        self._worker_to_instance = None
         self._is_roll_due = True
         logger.info("worker %s joined (%s at %s)", worker, record.info.engine, record.info.address)
         self._on_change()
 
     async def _leave(self, worker: WorkerId, reason: str) -> None:
         member = self._members.pop(worker)
+        self._worker_to_instance = None
         logger.warning("worker %s left: %s", worker, reason)
         self._is_roll_due = True
         self._unwritten.discard(worker)
