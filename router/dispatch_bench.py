@@ -95,8 +95,8 @@ class _Overload:
             happen()
             self.num_events += 1
             self.num_held_sum += len(self._rig.queue)
-            for _ in range(3):  # the queue decides, the requests hear of it, and their sends are events
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the queue decides
+            await asyncio.sleep(0)  # the requests hear of it, and their sends are events
 
     async def close(self) -> None:
         """Cancel who still waits."""

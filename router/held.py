@@ -49,6 +49,8 @@ class HeldTable:
     def __init__(self) -> None:
         self._held: list[Held] = []
         self._num_workers = 0
+        self.num_excluding = 0
+        """Requests that some worker has failed."""
         self._key_to_sharing: dict[BlockKey, set[Held]] = {}
         self._unindexed: dict[Held, None] = {}
         self._allocate(_FIRST_CAPACITY)
@@ -110,6 +112,7 @@ class HeldTable:
             self._allocate(2 * row)
         self._held.append(held)
         self._unindexed[held] = None
+        self.num_excluding += bool(held.excluded)
         self._ordinals[row] = held.ordinal
         self._num_prompt_tokens[row] = held.request.num_prompt_tokens
         self._demand_blocks[row] = held.demand_blocks
@@ -161,6 +164,7 @@ class HeldTable:
         if row is None:
             return
         held.row = None
+        self.num_excluding -= bool(held.excluded)
         self._unindex(held)
         last = len(self._held) - 1
         if row != last:

@@ -233,7 +233,7 @@ class HoldQueue:
         rows = slice(held.row, held.row + 1)
         requests = self._table.requests(rows, self._clock())
         costs = self._policy.costs(requests, loads, self._fleet_state(loads), self._rng)
-        costs = self._barred(costs, [held])
+        costs = self._barred(costs, np.array([held.row]))
         column = int(costs.best(loads)[0])
         self._table.waits_for[rows] = column
         if costs.total[0, column] < math.inf and (costs.can_send is None or costs.can_send[0, column]):
@@ -251,9 +251,8 @@ class HoldQueue:
         self._ask_again(rows)
         bound: list[Held] = []
         while len(rows) and is_ready.any():
-            held = [self._table[row] for row in rows.tolist()]
             requests = self._table.requests(rows, now_s)
-            costs = self._barred(self._policy.costs(requests, loads, fleet, self._rng), held)
+            costs = self._barred(self._policy.costs(requests, loads, fleet, self._rng), rows)
             best = costs.best(loads)
             pairs = np.arange(len(rows)), best
             can_send = costs.total[pairs] < math.inf
@@ -269,19 +268,19 @@ class HoldQueue:
                 self._table.waits_for[rows] = best
                 break
             self._table.waits_for[rows[: at + 1]] = best[: at + 1]
-            column = int(best[at])
+            held, column = self._table[rows[at]], int(best[at])
             if can_send[at]:
-                self._bind(held[at], loads.workers[column], Ranking.of_row(costs, loads, requests, at, column))
-                bound.append(held[at])
+                self._bind(held, loads.workers[column], Ranking.of_row(costs, loads, requests, at, column))
+                bound.append(held)
                 loads = self._fleet.loads()
                 fleet = self._fleet_state(loads)
                 is_ready = self._is_ready(loads, fleet, now_s)
             else:
-                self._column_to_reserved[column] = held[at]
+                self._column_to_reserved[column] = held
                 is_ready[column] = False
             rows = rows[at + 1 :]
-        for one in bound:
-            self._table.remove(one)
+        for held in bound:
+            self._table.remove(held)
 
     def _is_ready(self, loads: Loads, fleet: FleetState, now_s: float) -> Flags:
         """Which workers could be sent anything: the cheap question before the dear ones."""
@@ -299,18 +298,19 @@ class HoldQueue:
         self._has_unseen = len(table) - int(is_parked.sum()) > _LOOKED_AT
         return table.most_urgent(urgency, is_parked, _LOOKED_AT)
 
-    def _barred(self, costs: Costs, held: Sequence[Held]) -> Costs:
+    def _barred(self, costs: Costs, rows: Ints) -> Costs:
         """Infinite where a worker is reserved, or has failed a request that has others left."""
-        excluding = [row for row, one in enumerate(held) if one.excluded]
-        if not excluding and not self._column_to_reserved:
+        if not self._column_to_reserved and not self._table.num_excluding:
             return costs
         total = costs.total.copy()
         total[:, list(self._column_to_reserved)] = math.inf
-        for row in excluding:
-            others = total[row].copy()
-            others[[column for column, worker in enumerate(self._workers) if worker in held[row].excluded]] = math.inf
-            if others.min() < math.inf:
-                total[row] = others
+        for index, row in enumerate(rows.tolist()):
+            excluded = self._table[row].excluded
+            if excluded:
+                others = total[index].copy()
+                others[[column for column, worker in enumerate(self._workers) if worker in excluded]] = math.inf
+                if others.min() < math.inf:
+                    total[index] = others
         return replace(costs, total=total)
 
     def _bind(self, held: Held, worker: WorkerId, ranking: Ranking) -> None:
