@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +15,11 @@ from router.bookings import Booking, Claims
 from router.loads import Column, Fixed, LoadTable
 from router.policies.base import Loads
 from router.suspicion import Suspicion
-from shared.directory.base import Directory, WorkerRecord
+from shared.directory.base import Directory, RouterPlace, WorkerRecord
 from shared.errors import AuthenticationFailed, DirectoryUnavailable, KvrouteError, WorkerLost
 from shared.hashing import pack_tokens
 from shared.transport.base import OnChange, WorkerClient
-from shared.types import Instance, RequestId, Sampling, WorkerId, WorkerStatus
+from shared.types import Instance, RequestId, RouterId, Sampling, WorkerId, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ _REST_S = 1.0
 """How long a worker that broke or answered busy is passed over when it names no time itself."""
 _MAX_REST_S = 30.0
 _PROBE_TIMEOUT_S = 10.0
+_ROUTER_LEASE_REFRESHES = 3.0
+"""A router that has not been heard of for so many refreshes is not counted by its peers any more."""
 
 Connect = Callable[[WorkerRecord, OnChange], WorkerClient]
 
@@ -68,6 +70,7 @@ class Fleet:
         clock: Callable[[], float],
         on_change: OnChange,
         on_leave: Callable[[WorkerId], None],
+        router: RouterId | None = None,
         only: frozenset[WorkerId] | None = None,
         refresh_s: float = 1.0,
     ) -> None:
@@ -77,6 +80,7 @@ class Fleet:
         self._clock = clock
         self._on_change = on_change
         self._on_leave = on_leave
+        self._router = router
         self._only = only
         self._refresh_s = refresh_s
         self._members: dict[WorkerId, _Member] = {}
@@ -87,8 +91,8 @@ class Fleet:
         self._unwritten: set[WorkerId] = set()
         """Workers with news that their columns do not show yet."""
         self._suspicion = Suspicion(clock)
-        self.num_routers = 1
-        """Live routers of these workers, this one among them."""
+        self._place = RouterPlace()
+        self._homes: frozenset[WorkerId] = frozenset()
         self._num_booked = 0
         self._num_probes = 0
         self._task: asyncio.Task[None] | None = None
@@ -103,6 +107,11 @@ class Fleet:
         if self._worker_to_instance is None:
             self._worker_to_instance = {worker: member.client.instance for worker, member in self._members.items()}
         return self._worker_to_instance
+
+    @property
+    def num_routers(self) -> int:
+        """Live routers of these workers, this one among them."""
+        return self._place.num_routers
 
     async def start(self) -> None:
         """Join the workers that the directory names now, and follow it from then on."""
@@ -188,8 +197,19 @@ class Fleet:
             member.column = len(ready) if member.state == "ready" else None
             if member.column is not None:
                 ready.append(member)
-        self._table.reset([_fixed(member) for member in ready])
+        self._table.reset([self._fixed(member) for member in ready])
         self._unwritten = {member.record.info.worker for member in ready}
+
+    def _fixed(self, member: _Member) -> Fixed:
+        info = member.record.info
+        return Fixed(
+            worker=info.worker,
+            instance=member.client.instance,
+            is_cache_aware=member.is_cache_aware,
+            is_home=info.worker in self._homes,
+            max_num_seqs=info.max_num_seqs,
+            kv_total_blocks=info.num_blocks,
+        )
 
     def _column(self, member: _Member) -> Column:
         """What one worker has to do, as far as this router can know."""
@@ -258,9 +278,11 @@ class Fleet:
     async def refresh(self) -> None:
         """Bring membership in line with the directory and with the connections that stand. Modifies."""
         try:
+            listed = await self._directory.workers()
+            await self._take_place([record.info.worker for record in listed])
             records = {
                 record.info.worker: record
-                for record in await self._directory.workers()
+                for record in listed
                 if self._only is None or record.info.worker in self._only
             }
             known = {record.info.instance for record in records.values()} | set(self.worker_to_instance.values())
@@ -291,6 +313,16 @@ class Fleet:
                 and not member.probe
             ):
                 member.probe = asyncio.create_task(self._probe(member), name=f"probe-{member.record.info.worker}")
+
+    async def _take_place(self, names: Sequence[WorkerId]) -> None:
+        """Tell the other routers of this one, and hear where it stands: which workers are its homes follows."""
+        place = self._place
+        if self._router is not None:
+            place = await self._directory.announce_router(self._router, _ROUTER_LEASE_REFRESHES * self._refresh_s)
+        # The order of all workers is the same for all routers.
+        homes = frozenset(sorted(names)[place.rank :: place.num_routers])
+        self._is_roll_due |= (place, homes) != (self._place, self._homes)
+        self._place, self._homes = place, homes
 
     async def _follow(self) -> None:
         while True:
@@ -367,18 +399,6 @@ async def _disconnect(member: _Member) -> None:
         member.probe.cancel()
         await asyncio.gather(member.probe, return_exceptions=True)
     await member.client.close()
-
-
-def _fixed(member: _Member) -> Fixed:
-    info = member.record.info
-    return Fixed(
-        worker=info.worker,
-        instance=member.client.instance,
-        is_cache_aware=member.is_cache_aware,
-        is_home=True,
-        max_num_seqs=info.max_num_seqs,
-        kv_total_blocks=info.num_blocks,
-    )
 
 
 _IDLE_STATUS = WorkerStatus(

@@ -63,6 +63,7 @@ class Router:
             clock=clock,
             on_change=lambda: self.queue.poke(),
             on_leave=self.hints.forget,
+            router=router,
             only=only,
             refresh_s=refresh_s,
         )

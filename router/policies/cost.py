@@ -26,7 +26,8 @@ class CostWeights:
     """A worker full of sequences or blocks costs half a mean prompt: it decodes slower and evicts what others want."""
     decode: float = 1.0
     away_from_home: float = 0.2
-    """With several routers each has workers of its own that it goes to at equal cost, so that they do not collide."""
+    """With several routers each has workers of its own that it goes to at about equal cost, so that they do not collide
+    where workers are busy; where none is, all agree on one worker for each prompt that nobody holds."""
     crowd: float = 1.0
     """More requests than its share make every step longer, and leave a place empty elsewhere."""
     slot: float = 1.0
@@ -61,7 +62,7 @@ class CostPolicy:
             "decode_s": weights.decode * decode_s,
         }
         if fleet.num_routers > 1:
-            terms["home_s"] = np.where(loads.is_home, 0.0, weights.away_from_home * fleet.mean_full_s)
+            terms["home_s"] = np.where(loads.is_home, 0.0, weights.away_from_home * _crowding_s(queued_s, fleet))
         if weights.crowd:
             terms["crowd_s"] = weights.crowd * _crowd_s(loads, decode_s)
         if weights.slot and not loads.has_free_slot.all():
@@ -99,6 +100,11 @@ def _pressure(queued_s: Floats, fleet: FleetState) -> float:
     if not fleet.mean_full_s:
         return 0.0
     return float(queued_s.sum() + fleet.backlog_s) / (len(queued_s) * fleet.mean_full_s)
+
+
+def _crowding_s(queued_s: Floats, fleet: FleetState) -> float:
+    """A mean prompt, or what waits at a mean worker if that is less."""
+    return min(fleet.mean_full_s, float(queued_s.sum()) / len(queued_s))
 
 
 def _crowd_s(loads: Loads, decode_s: Floats) -> Floats:

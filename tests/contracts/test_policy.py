@@ -213,12 +213,24 @@ class TestCost:
         aged = policy.urgency(np.array([0.0, 60.0]), np.array([0.01, 0.8]), FLEET)
         assert aged[1] > aged[0]
 
-    def test_routers_keep_to_their_homes_among_equals_and_leave_them_for_much_cheaper_workers(self) -> None:
+    def test_routers_keep_to_their_homes_among_busy_equals_and_leave_them_for_much_cheaper_workers(self) -> None:
         policy, several = make_policy("cost"), FleetState(1e-4, 0.4, 0.2, num_routers=2)
-        loads = loads_of({"is_home": False}, {"is_home": True}, {"is_home": False})
+        away, home = ({"is_home": is_home, "queued_prefill_tokens": 1000} for is_home in (False, True))
+        loads = loads_of(away, home, away)
         firsts = {rank(policy, loads, request_of([0] * 3, next_hash=h), fleet=several)[0][0] for h in range(16)}
         assert firsts == {"w1"}
         assert rank(policy, loads, request_of([2048, 0, 0]), fleet=several)[0][0] == "w0"
+
+    def test_routers_of_an_idle_fleet_agree_on_a_worker_whoever_s_home_it_is(self) -> None:
+        several = FleetState(1e-4, 0.4, 0.2, num_routers=2)
+        homes = [[worker % 2 == rank for worker in range(8)] for rank in range(2)]
+        for next_hash in range(16):
+            request = request_of([0] * 8, next_hash=next_hash)
+            firsts = [
+                rank(make_policy("cost"), loads_of(*({"is_home": home} for home in own)), request, fleet=several)[0][0]
+                for own in homes
+            ]
+            assert firsts[0] == firsts[1]
 
     def test_slower_news_lets_more_be_sent_ahead(self) -> None:
         policy = make_policy("cost")
@@ -262,7 +274,7 @@ def plain_cost(
     total += weights.decode * w["decode_s_per_seq"] * w["num_requests"]
     bound_s = w["step_s"] + w["step_budget_tokens"] * w["prefill_s_per_token"] + w["status_age_s"] + w["round_trip_s"]
     if fleet.num_routers > 1:
-        total += 0.0 if w["is_home"] else weights.away_from_home * fleet.mean_full_s
+        total += 0.0 if w["is_home"] else weights.away_from_home * min(fleet.mean_full_s, sum(queued_s) / num_workers)
         bound_s += weights.patience * requests.age_s[row]
     num_over = max(0.0, w["num_requests"] - sum(loads.num_requests) / num_workers)
     total += weights.crowd * num_over * (w["step_s"] + w["decode_s_per_seq"] * w["num_requests"])
