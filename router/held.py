@@ -49,6 +49,8 @@ class HeldTable:
     def __init__(self) -> None:
         self._held: list[Held] = []
         self._num_workers = 0
+        self.total_own_tokens = 0
+        """Of all requests that are not bound: what `own_tokens` adds up to."""
         self.num_excluding = 0
         """Requests that some worker has failed."""
         self._key_to_sharing: dict[BlockKey, set[Held]] = {}
@@ -119,6 +121,7 @@ class HeldTable:
         self._prefix_hashes[row] = held.prefix_hash
         self._arrived_at_s[row] = held.arrived_at_s
         self._asked_at[row] = asked_at
+        self._own_tokens[row] = 0
         self.credit(held, matched_tokens, next_hash)
 
     def credit(self, held: Held, matched_tokens: Ints, next_hash: int) -> None:
@@ -129,11 +132,12 @@ class HeldTable:
         self._next_hashes[row] = next_hash
         self._waits_for[row] = self._num_workers
         most = int(matched_tokens.max(initial=0))
-        self._own_tokens[row] = max(1, int(self._num_prompt_tokens[row]) - most)
+        self._set_own_tokens(row, max(1, held.request.num_prompt_tokens - most))
 
     def settle(self, held: Held) -> None:
         """The request is bound: it is no backlog any more. Modifies; it stays in the table until it is removed."""
-        self._own_tokens[held.row] = 0
+        assert held.row is not None, "only what is in the table is bound"
+        self._set_own_tokens(held.row, 0)
         self._unindex(held)
 
     def sharing(self, keys: Sequence[BlockKey], depth: int) -> list[Held]:
@@ -164,6 +168,7 @@ class HeldTable:
         if row is None:
             return
         held.row = None
+        self._set_own_tokens(row, 0)
         self.num_excluding -= bool(held.excluded)
         self._unindex(held)
         last = len(self._held) - 1
@@ -203,6 +208,10 @@ class HeldTable:
         # Equally urgent ones in the order in which they came.
         ordered: Ints = rows[np.lexsort((self._ordinals[rows], -urgency[rows]))]
         return ordered
+
+    def _set_own_tokens(self, row: int, own_tokens: int) -> None:
+        self.total_own_tokens += own_tokens - int(self._own_tokens[row])
+        self._own_tokens[row] = own_tokens
 
     def _columns(self) -> tuple[NDArray[Any], ...]:
         return (

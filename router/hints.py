@@ -62,7 +62,7 @@ class Hints:
             self._worker_to_num_promises[worker] += 1
             key_to_bits, key_to_more = self._key_to_bits, self._worker_to_more[worker]
             num_own = self._depth(keys, bit)
-            num_known = self._num_known(keys, num_own)
+            num_known = self._depth(keys, 0, num_own)
             for key in keys[:num_own]:
                 key_to_more[key] = key_to_more.get(key, 0) + 1
             for key in keys[num_own:num_known]:
@@ -143,27 +143,19 @@ class Hints:
             self.on_change(promise.worker, promise.keys, depth)
 
     def _depth(self, keys: Sequence[BlockKey], bits: int, start: int = 0) -> int:
-        """How many leading blocks of `keys` all workers of `bits` are promised, at least `start`."""
+        """How many leading blocks of `keys` all workers of `bits` are promised, at least `start`; of 0, anybody."""
         key_to_bits = self._key_to_bits
-        low, high = start, len(keys)
+        low, high, step = start, len(keys), 1
         while low < high:
-            middle = (low + high) // 2
-            if key_to_bits.get(keys[middle], 0) & bits == bits:
-                low = middle + 1
+            # Strides that double, since most promises cover little of a chain; then halves.
+            at = min(low + step, high) - 1
+            known = key_to_bits.get(keys[at])
+            if known is not None and known & bits == bits:
+                low = at + 1
+                step *= 2
             else:
-                high = middle
-        return low
-
-    def _num_known(self, keys: Sequence[BlockKey], start: int) -> int:
-        """How many leading blocks of `keys` anybody is promised, at least `start`."""
-        key_to_bits = self._key_to_bits
-        low, high = start, len(keys)
-        while low < high:
-            middle = (low + high) // 2
-            if keys[middle] in key_to_bits:
-                low = middle + 1
-            else:
-                high = middle
+                high = at
+                step = max(1, (high - low) // 2)
         return low
 
     def _bit_of(self, worker: WorkerId) -> int:

@@ -383,7 +383,7 @@ class HoldQueue:
             prefill_s_per_token=prefill_s_per_token,
             mean_full_s=self._mean_full_tokens * prefill_s_per_token,
             mean_own_s=self._mean_own_tokens * prefill_s_per_token,
-            backlog_s=float(self._table.own_tokens.sum()) * prefill_s_per_token,
+            backlog_s=self._table.total_own_tokens * prefill_s_per_token,
             mean_output_tokens=self._mean_output_tokens,
             num_routers=self._fleet.num_routers,
         )

@@ -142,6 +142,11 @@ class Costs:
         best: Ints = self.total.argmin(axis=1)
         if self.tie_hashes is None:
             return best
+        if len(best) == 1:
+            (columns,) = (self.total[0] == self.total[0, best[0]]).nonzero()
+            if len(columns) > 1:
+                best[0] = columns[rendezvous(self.tie_hashes, loads.hashes[columns]).argmin()]
+            return best
         is_lowest = self.total == self.total.min(axis=1, keepdims=True)
         (tied,) = (is_lowest.sum(axis=1) > 1).nonzero()
         if len(tied):
@@ -176,9 +181,11 @@ class Ranking:
 
     @classmethod
     def of_row(cls, costs: Costs, loads: Loads, requests: Requests, row: int, best: int) -> Ranking:
-        """The ranking of one request among several. Copies, so that it does not keep the others alive."""
-        terms = {name: term if term.ndim == 1 else term[row].copy() for name, term in costs.terms.items()}
-        return cls(loads.workers, best, costs.total[row].copy(), requests.matched_tokens[row].copy(), terms)
+        """The ranking of one request. One among several is copied, so that it does not keep the others alive."""
+        total, terms = costs.total[row], {n: term if term.ndim == 1 else term[row] for n, term in costs.terms.items()}
+        if len(requests) > 1:
+            total, terms = total.copy(), {name: term.copy() for name, term in terms.items()}
+        return cls(loads.workers, best, total, requests.matched_tokens[row].copy(), terms)
 
     @property
     def order(self) -> list[WorkerId]:

@@ -67,7 +67,7 @@ class CostPolicy:
             terms["crowd_s"] = weights.crowd * _crowd_s(loads, decode_s)
         if weights.slot and not loads.has_free_slot.all():
             terms["slot_s"] = weights.slot * _slot_s(loads, fleet) / (1.0 + pressure)
-        is_ready = self.is_ready(loads, fleet, requests.age_s[:, None])
+        is_ready = self._is_ready(loads, fleet, requests.age_s[:, None], queued_s)
         # A worker that runs nothing takes anything: what it cannot hold it refuses by name; no wait would mend that.
         free_blocks = np.where(num_requests, loads.kv_total_blocks - loads.kv_used_blocks, _UNLIMITED)
         fits = requests.demand_blocks[:, None] <= free_blocks
@@ -82,10 +82,13 @@ class CostPolicy:
 
     def is_ready(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Flags:
         """Whether a worker would have nothing to prefill before another word from it could reach this router."""
+        return self._is_ready(loads, fleet, age_s, loads.queued_prefill_s)
+
+    def _is_ready(self, loads: Loads, fleet: FleetState, age_s: Floats, queued_s: Floats) -> Flags:
         bound_s = loads.step_budget_s + loads.status_age_s + loads.round_trip_s
         if fleet.num_routers > 1:
             bound_s = bound_s + self._weights.patience * age_s
-        return loads.has_free_slot & (loads.queued_prefill_s < bound_s)
+        return loads.has_free_slot & (queued_s < bound_s)
 
     def urgency(self, age_s: Floats, own_s: Floats, fleet: FleetState) -> Floats:
         """A response ratio with squared age: short or cached prompts first, nobody for ever."""
