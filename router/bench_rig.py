@@ -10,6 +10,7 @@ from typing import cast
 
 from router.fleet import Fleet
 from router.hints import Hints
+from router.policies.base import Policy
 from router.policies.cost import CostPolicy
 from router.queue import HoldQueue
 from shared.directory.base import Directory, Match, WorkerRecord
@@ -122,7 +123,7 @@ class Rig:
 
 
 @asynccontextmanager
-async def bench_rig(num_workers: int, seed: int) -> AsyncIterator[Rig]:
+async def bench_rig(num_workers: int, seed: int, policy: Policy | None = None) -> AsyncIterator[Rig]:
     now_s = [0.0]
 
     def clock() -> float:
@@ -145,7 +146,7 @@ async def bench_rig(num_workers: int, seed: int) -> AsyncIterator[Rig]:
         on_leave=hints.forget,
     )
     queue = HoldQueue(
-        CostPolicy(),
+        policy or CostPolicy(),
         fleet,
         hints,
         lambda keys: directory.match(keys, fleet.worker_to_instance),

@@ -32,8 +32,9 @@ _LOOKED_AT = 128
 """Most held requests that one pass weighs: bounds the cost of an event, and the rest are younger or longer anyway."""
 _MAX_MATCHING = 8
 """Matches that are asked for again side by side: few, so that new requests' own do not queue behind them."""
+_PASSES_PER_QUESTION = 2
 _PASSES_PER_MATCH = 8
-"""Passes that an answer of the directory about a held request is good for."""
+"""Passes that an answer of the directory about a held request is good for. One is asked about in every second pass."""
 _PATIENCE_PREFILLS = 4.0
 """A request that waits for blocks longer than this many mean prefills is not overtaken on its worker any more."""
 _MEAN_WEIGHT = 0.05
@@ -246,6 +247,7 @@ class HoldQueue:
         fleet = self._fleet_state(loads)
         is_ready = self._is_ready(loads, fleet, now_s)
         if not is_ready.any():
+            self._ask_again(np.arange(len(self._table)))
             return
         rows = self._in_order(fleet, is_ready, now_s)
         self._ask_again(rows)
@@ -296,7 +298,7 @@ class HoldQueue:
         urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, fleet)
         is_parked = ~np.append(is_ready, True)[table.waits_for]
         self._has_unseen = len(table) - int(is_parked.sum()) > _LOOKED_AT
-        return table.most_urgent(urgency, is_parked, _LOOKED_AT)
+        return table.to_weigh(urgency, is_parked, _LOOKED_AT, self._num_passes)
 
     def _barred(self, costs: Costs, rows: Ints) -> Costs:
         """Infinite where a worker is reserved, or has failed a request that has others left."""
@@ -358,6 +360,8 @@ class HoldQueue:
 
         Paced by passes, not by a clock: where nothing happens nothing is decided, and a busy fleet is asked more often.
         """
+        if self._num_passes % _PASSES_PER_QUESTION:
+            return
         asked_at = self._table.asked_at[rows]
         held = self._table[rows[asked_at.argmin()]]
         is_old = self._num_passes - int(asked_at.min()) >= _PASSES_PER_MATCH
