@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -38,9 +38,9 @@ class BenchDirectory:
 
     async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
         shown = self.mirror.shown
-        asked = list(workers)
-        if any(worker not in shown for worker in asked):
-            raise LookupError("the mirror has all workers")
+        asked = workers if isinstance(workers, Collection) else list(workers)
+        missing = [worker for worker in asked if worker not in shown]
+        assert not missing, "the mirror has all workers"
         return self.mirror.match(keys, asked)
 
     async def workers(self) -> list[WorkerRecord]:

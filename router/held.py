@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from router.credit import Credited
 from router.policies.base import Flags, Floats, Hashes, Ints, Requests
 from router.requests import GenerateRequest
 from shared.directory.base import Match
@@ -108,7 +109,7 @@ class HeldTable:
         """The pass in which the directory was last asked about each."""
         return self._asked_at[: len(self._held)]
 
-    def add(self, held: Held, matched_tokens: Ints, next_hash: int, num_passes: int) -> None:
+    def add(self, held: Held, credited: Credited, num_passes: int) -> None:
         """Put a request into the table, of which the directory has just been asked. Modifies."""
         row = held.row = len(self._held)
         if row == len(self._ordinals):
@@ -123,17 +124,16 @@ class HeldTable:
         self._arrived_at_s[row] = held.arrived_at_s
         self._asked_at[row] = self._weighed_at[row] = num_passes
         self._own_tokens[row] = 0
-        self.credit(held, matched_tokens, next_hash)
+        self.credit(held, credited)
 
-    def credit(self, held: Held, matched_tokens: Ints, next_hash: int) -> None:
+    def credit(self, held: Held, credited: Credited) -> None:
         """Write what workers hold of a request in the table; it is to be looked at again. Modifies."""
         row = held.row
         assert row is not None, "only what is in the table has a row"
-        self._matched_tokens[row] = matched_tokens
-        self._next_hashes[row] = next_hash
+        self._matched_tokens[row] = credited.tokens
+        self._next_hashes[row] = credited.next_hash
         self._waits_for[row] = self._num_workers
-        most = int(matched_tokens.max(initial=0))
-        self._set_own_tokens(row, max(1, held.request.num_prompt_tokens - most))
+        self._set_own_tokens(row, max(1, held.request.num_prompt_tokens - credited.most_tokens))
 
     def settle(self, held: Held) -> None:
         """The request is bound: it is no backlog any more. Modifies; it stays in the table until it is removed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -30,9 +31,8 @@ class Fixed:
     kv_total_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """What does change, as told or counted last."""
+class Column(NamedTuple):
+    """What does change, as told or counted last: numbers of things, then times."""
 
     num_requests: int
     queued_prefill_tokens: int
@@ -47,6 +47,9 @@ class Column:
     round_trip_s: float
     status_at_s: float
     """When its last status came; infinite before the first, which makes it no older than the moment."""
+
+
+_NUM_INTS = Column._fields.index("measured_prefill_s_per_token")
 
 
 class LoadTable:
@@ -65,8 +68,8 @@ class LoadTable:
         self._is_home = np.array([fixed.is_home for fixed in workers], dtype=np.bool_)
         self._max_num_seqs = np.array([fixed.max_num_seqs for fixed in workers], dtype=np.int64)
         self._kv_total_blocks = np.array([fixed.kv_total_blocks for fixed in workers], dtype=np.int64)
-        self._ints = np.zeros((5, len(workers)), dtype=np.int64)
-        self._floats = np.zeros((5, len(workers)), dtype=np.float64)
+        self._ints = np.zeros((_NUM_INTS, len(workers)), dtype=np.int64)
+        self._floats = np.zeros((len(Column._fields) - _NUM_INTS, len(workers)), dtype=np.float64)
         for array in (self._hashes, self._is_cache_aware, self._is_home, self._max_num_seqs, self._kv_total_blocks):
             array.flags.writeable = False
         self._snapshot: Loads | None = None
@@ -75,20 +78,8 @@ class LoadTable:
 
     def write(self, at: int, column: Column, num_booked: int) -> None:
         """Replace one worker's column. Modifies. `num_booked` counts all sends of this router so far."""
-        self._ints[:, at] = (
-            column.num_requests,
-            column.queued_prefill_tokens,
-            column.kv_used_blocks,
-            column.step_budget_tokens,
-            column.last_booking,
-        )
-        self._floats[:, at] = (
-            column.measured_prefill_s_per_token,
-            column.step_s,
-            column.decode_s_per_seq,
-            column.round_trip_s,
-            column.status_at_s,
-        )
+        self._ints[:, at] = column[:_NUM_INTS]
+        self._floats[:, at] = column[_NUM_INTS:]
         self._num_booked = num_booked
         self._snapshot = None
 

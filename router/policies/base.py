@@ -147,11 +147,12 @@ class Costs:
             if len(columns) > 1:
                 best[0] = columns[rendezvous(self.tie_hashes, loads.hashes[columns]).argmin()]
             return best
-        is_lowest = self.total == self.total.min(axis=1, keepdims=True)
-        (tied,) = (is_lowest.sum(axis=1) > 1).nonzero()
+        # The first of the lowest is the last as well, but where there is a tie.
+        (tied,) = (best != len(loads) - 1 - self.total[:, ::-1].argmin(axis=1)).nonzero()
         if len(tied):
+            is_lowest = self.total[tied] == self.total[tied, best[tied], None]
             weights = rendezvous(self.tie_hashes[tied, None], loads.hashes)
-            best[tied] = np.where(is_lowest[tied], weights, _HEAVIEST).argmin(axis=1)
+            best[tied] = np.where(is_lowest, weights, _HEAVIEST).argmin(axis=1)
         return best
 
 

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from router.credit import Credited
 from router.held import Held, HeldTable
 from router.requests import GenerateRequest
 from shared.hashing import pack_tokens
@@ -61,12 +62,12 @@ class _Walk:
             placed=self.loop.create_future(),
         )
         self.held.append(held)
-        self.table.add(held, *self._draw_credit(held), num_passes=self.num_made)
+        self.table.add(held, self._draw_credit(held), num_passes=self.num_made)
 
-    def _draw_credit(self, held: Held) -> tuple[np.ndarray, int]:
+    def _draw_credit(self, held: Held) -> Credited:
         matched = [self.rng.randrange(90) for _ in range(self.num_workers)]
         self.facts[held] = matched, self.rng.getrandbits(64)
-        return np.array(matched, dtype=np.int64), self.facts[held][1]
+        return Credited(np.array(matched, dtype=np.int64), max(matched, default=0), self.facts[held][1])
 
     def _remove(self) -> None:
         if self.held:
@@ -78,7 +79,7 @@ class _Walk:
         unbound = [held for held in self.held if held not in self.bound]
         if unbound:
             held = self.rng.choice(unbound)
-            self.table.credit(held, *self._draw_credit(held))
+            self.table.credit(held, self._draw_credit(held))
 
     def _bind(self) -> None:
         """Within a pass: bound, and not yet taken out."""
@@ -95,7 +96,7 @@ class _Walk:
         self.num_workers = self.rng.randint(0, 4)
         self.table.relay(self.num_workers)
         for held in self.held:
-            self.table.credit(held, *self._draw_credit(held))
+            self.table.credit(held, self._draw_credit(held))
 
     def _check(self) -> None:
         assert set(self.table) == set(self.held)
@@ -148,7 +149,7 @@ def test_the_most_urgent_are_looked_at_and_parked_ones_after_all_others_in_turn(
         for ordinal in range(num_rows):
             request = GenerateRequest(RequestId(f"r{ordinal}"), pack_tokens([1]), Sampling(max_tokens=1))
             held = Held(request, [], ordinal, 0, 1, 0.0, frozenset(), loop.create_future())
-            table.add(held, np.zeros(0, dtype=np.int64), 0, 0)
+            table.add(held, Credited(np.zeros(0, dtype=np.int64), 0, 0), 0)
         loop.close()
         urgency = np.array([float(draws.randrange(1000)) for _ in range(num_rows)])
         is_parked = np.array([draws.random() < 0.5 for _ in range(num_rows)])
