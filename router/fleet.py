@@ -215,12 +215,14 @@ class Fleet:
         """What one worker has to do, as far as this router can know."""
         client, claims = member.client, member.claims
         claims.note_seen(client.acknowledged_submit)
-        status = client.status or _IDLE_STATUS
-        num_blocks = member.record.info.num_blocks
+        status, info = client.status or _IDLE_STATUS, member.record.info
+        num_requests = status.num_running + status.num_waiting + claims.num_unseen
+        queued_prefill_tokens = status.queued_prefill_tokens + claims.unseen_tokens
+        kv_used_blocks = min(status.kv_used_blocks + claims.pending_blocks, info.num_blocks)
         return Column(
-            num_requests=status.num_running + status.num_waiting + claims.num_unseen,
-            queued_prefill_tokens=status.queued_prefill_tokens + claims.unseen_tokens,
-            kv_used_blocks=min(status.kv_used_blocks + claims.pending_blocks, num_blocks),
+            num_requests=num_requests,
+            queued_prefill_tokens=queued_prefill_tokens,
+            kv_used_blocks=kv_used_blocks,
             step_budget_tokens=status.step_budget_tokens,
             last_booking=member.last_booking,
             measured_prefill_s_per_token=status.prefill_s_per_token,
@@ -228,6 +230,10 @@ class Fleet:
             decode_s_per_seq=status.decode_s_per_seq,
             round_trip_s=client.round_trip_s,
             status_at_s=math.inf if client.status is None else self._clock() - client.status_age_s,
+            queued_prefill_s=queued_prefill_tokens * status.prefill_s_per_token,
+            step_budget_s=status.step_s + status.step_budget_tokens * status.prefill_s_per_token,
+            decode_s=num_requests * status.decode_s_per_seq,
+            fullness=max(kv_used_blocks / info.num_blocks, num_requests / info.max_num_seqs),
         )
 
     def _take_news(self, worker: WorkerId) -> None:

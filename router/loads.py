@@ -47,6 +47,10 @@ class Column(NamedTuple):
     round_trip_s: float
     status_at_s: float
     """When its last status came; infinite before the first, which makes it no older than the moment."""
+    queued_prefill_s: float
+    step_budget_s: float
+    decode_s: float
+    fullness: float
 
 
 _NUM_INTS = Column._fields.index("measured_prefill_s_per_token")
@@ -93,13 +97,20 @@ class LoadTable:
             ints, floats = self._ints.copy(), self._floats.copy()
             floats.flags.writeable = ints.flags.writeable = False
             num_requests, queued_prefill_tokens, kv_used_blocks, step_budget_tokens, last_bookings = ints
-            measured, step_s, decode_s_per_seq, round_trip_s, self._status_at_s = floats
+            measured, step_s, decode_s_per_seq, round_trip_s, self._status_at_s, *derived = floats
             prefill_s_per_token = self._prefill_s_per_token(measured, last_bookings)
+            if prefill_s_per_token is not measured:
+                derived[:2] = (
+                    queued_prefill_tokens * prefill_s_per_token,
+                    step_s + step_budget_tokens * prefill_s_per_token,
+                )
         else:
             num_requests, queued_prefill_tokens = known.num_requests, known.queued_prefill_tokens
             kv_used_blocks, step_budget_tokens = known.kv_used_blocks, known.step_budget_tokens
             step_s, decode_s_per_seq, round_trip_s = known.step_s, known.decode_s_per_seq, known.round_trip_s
             prefill_s_per_token = known.prefill_s_per_token
+            derived = [known.queued_prefill_s, known.step_budget_s, known.decode_s, known.fullness]
+        queued_prefill_s, step_budget_s, decode_s, fullness = derived
         self._snapshot = Loads(
             workers=self._workers,
             instances=self._instances,
@@ -117,6 +128,10 @@ class LoadTable:
             decode_s_per_seq=decode_s_per_seq,
             round_trip_s=round_trip_s,
             status_age_s=np.maximum(now_s - self._status_at_s, 0.0),
+            queued_prefill_s=queued_prefill_s,
+            step_budget_s=step_budget_s,
+            decode_s=decode_s,
+            fullness=fullness,
         )
         return self._snapshot
 

@@ -23,12 +23,16 @@ Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 
+_DERIVED: Floats = np.empty(0)
+"""Stands for what follows from other fields."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
     """Every worker that may be sent to, at one moment: its last status, and own sends that the status cannot know yet.
 
-    One entry for each worker in every field, by worker id. Nobody writes to the arrays.
+    One entry for each worker in every field, by worker id. Nobody writes to the arrays. What follows from others is
+    worked out where it is not given.
     """
 
     workers: tuple[WorkerId, ...]
@@ -53,19 +57,30 @@ class Loads:
     round_trip_s: Floats
     """From this router to the worker and back."""
     status_age_s: Floats
+    queued_prefill_s: Floats = field(default_factory=lambda: _DERIVED)
+    """Time until a request sent now would start its own prefill."""
+    step_budget_s: Floats = field(default_factory=lambda: _DERIVED)
+    """Time of one engine step that is full of prefill."""
+    decode_s: Floats = field(default_factory=lambda: _DERIVED)
+    """What the worker's requests add to each of its steps."""
+    fullness: Floats = field(default_factory=lambda: _DERIVED)
+    """Share of the blocks or of the slots that is in use, whichever is larger."""
+
+    def __post_init__(self) -> None:
+        if self.queued_prefill_s is _DERIVED:
+            queued_prefill_s = self.queued_prefill_tokens * self.prefill_s_per_token
+            object.__setattr__(self, "queued_prefill_s", queued_prefill_s)
+        if self.step_budget_s is _DERIVED:
+            step_budget_s = self.step_s + self.step_budget_tokens * self.prefill_s_per_token
+            object.__setattr__(self, "step_budget_s", step_budget_s)
+        if self.decode_s is _DERIVED:
+            object.__setattr__(self, "decode_s", self.decode_s_per_seq * self.num_requests)
+        if self.fullness is _DERIVED:
+            blocks, slots = self.kv_used_blocks / self.kv_total_blocks, self.num_requests / self.max_num_seqs
+            object.__setattr__(self, "fullness", np.maximum(blocks, slots))
 
     def __len__(self) -> int:
         return len(self.workers)
-
-    @property
-    def queued_prefill_s(self) -> Floats:
-        """Time until a request sent now would start its own prefill."""
-        return self.queued_prefill_tokens * self.prefill_s_per_token
-
-    @property
-    def step_budget_s(self) -> Floats:
-        """Time of one engine step that is full of prefill."""
-        return self.step_s + self.step_budget_tokens * self.prefill_s_per_token
 
     @property
     def has_free_slot(self) -> Flags:

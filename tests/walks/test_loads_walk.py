@@ -247,6 +247,12 @@ class _Walk:
             "status_age_s": self.clock.now_s - client.status_at_s if client.status is not None else 0.0,
             "prefill_s_per_token": speed,
         }
+        expected |= {
+            "queued_prefill_s": expected["queued_prefill_tokens"] * speed,
+            "step_budget_s": status.step_s + status.step_budget_tokens * speed,
+            "decode_s": expected["num_requests"] * status.decode_s_per_seq,
+            "fullness": max(expected["kv_used_blocks"] / 100, expected["num_requests"] / 8),
+        }
         assert column == pytest.approx(expected, abs=1e-9)
         assert min(expected.values()) >= 0
 
@@ -262,6 +268,7 @@ _IDLE = WorkerStatus(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0)
 _COLUMNS = (
     *("num_requests", "queued_prefill_tokens", "kv_used_blocks", "step_budget_tokens", "step_s", "decode_s_per_seq"),
     *("round_trip_s", "status_age_s", "prefill_s_per_token"),
+    *("queued_prefill_s", "step_budget_s", "decode_s", "fullness"),
 )
 
 
