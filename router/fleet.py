@@ -207,11 +207,12 @@ class Fleet:
         client, claims = member.client, member.claims
         claims.note_seen(client.acknowledged_submit)
         status = client.status or _IDLE_STATUS
-        num_blocks = member.record.info.num_blocks
         return Column(
             num_requests=status.num_running + status.num_waiting + claims.num_unseen,
+            num_waiting=status.num_waiting + claims.num_unseen,
             queued_prefill_tokens=status.queued_prefill_tokens + claims.unseen_tokens,
-            kv_used_blocks=min(status.kv_used_blocks + claims.pending_blocks, num_blocks),
+            kv_demand_blocks=status.kv_used_blocks + claims.pending_blocks,
+            num_resident_blocks=status.num_resident_blocks,
             step_budget_tokens=status.step_budget_tokens,
             last_booking=member.last_booking,
             measured_prefill_s_per_token=status.prefill_s_per_token,

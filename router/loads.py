@@ -35,8 +35,10 @@ class Column:
     """What does change, as told or counted last."""
 
     num_requests: int
+    num_waiting: int
     queued_prefill_tokens: int
-    kv_used_blocks: int
+    kv_demand_blocks: int
+    num_resident_blocks: int
     step_budget_tokens: int
     last_booking: int
     """The number of the last send that went to the worker, of all sends of this router."""
@@ -65,20 +67,24 @@ class LoadTable:
         self._is_home = np.array([fixed.is_home for fixed in workers], dtype=np.bool_)
         self._max_num_seqs = np.array([fixed.max_num_seqs for fixed in workers], dtype=np.int64)
         self._kv_total_blocks = np.array([fixed.kv_total_blocks for fixed in workers], dtype=np.int64)
-        self._ints = np.zeros((5, len(workers)), dtype=np.int64)
+        self._ints = np.zeros((8, len(workers)), dtype=np.int64)
         self._floats = np.zeros((5, len(workers)), dtype=np.float64)
         for array in (self._hashes, self._is_cache_aware, self._is_home, self._max_num_seqs, self._kv_total_blocks):
             array.flags.writeable = False
         self._snapshot: Loads | None = None
-        self._status_at_s: Floats = self._floats[4]
+        self._read: tuple[tuple[Ints, ...], tuple[Floats, ...], Floats] = ((), (), self._floats[0])
+        """The columns of the last snapshot that was read anew, and the speeds that follow from them."""
         self._now_s = 0.0
 
     def write(self, at: int, column: Column, num_booked: int) -> None:
         """Replace one worker's column. Modifies. `num_booked` counts all sends of this router so far."""
         self._ints[:, at] = (
             column.num_requests,
+            column.num_waiting,
             column.queued_prefill_tokens,
-            column.kv_used_blocks,
+            min(column.kv_demand_blocks, self._kv_total_blocks[at]),
+            column.kv_demand_blocks,
+            column.num_resident_blocks,
             column.step_budget_tokens,
             column.last_booking,
         )
@@ -101,14 +107,10 @@ class LoadTable:
         if known is None:
             ints, floats = self._ints.copy(), self._floats.copy()
             floats.flags.writeable = ints.flags.writeable = False
-            num_requests, queued_prefill_tokens, kv_used_blocks, step_budget_tokens, last_bookings = ints
-            measured, step_s, decode_s_per_seq, round_trip_s, self._status_at_s = floats
-            prefill_s_per_token = self._prefill_s_per_token(measured, last_bookings)
-        else:
-            num_requests, queued_prefill_tokens = known.num_requests, known.queued_prefill_tokens
-            kv_used_blocks, step_budget_tokens = known.kv_used_blocks, known.step_budget_tokens
-            step_s, decode_s_per_seq, round_trip_s = known.step_s, known.decode_s_per_seq, known.round_trip_s
-            prefill_s_per_token = known.prefill_s_per_token
+            self._read = tuple(ints), tuple(floats), self._prefill_s_per_token(floats[0], ints[-1])
+        read_ints, (_, step_s, decode_s_per_seq, round_trip_s, status_at_s), prefill_s_per_token = self._read
+        num_requests, num_waiting, queued_prefill_tokens, kv_used_blocks, kv_demand_blocks, *others = read_ints
+        num_resident_blocks, step_budget_tokens, _ = others
         self._snapshot = Loads(
             workers=self._workers,
             instances=self._instances,
@@ -116,16 +118,19 @@ class LoadTable:
             is_cache_aware=self._is_cache_aware,
             is_home=self._is_home,
             num_requests=num_requests,
+            num_waiting=num_waiting,
             max_num_seqs=self._max_num_seqs,
             queued_prefill_tokens=queued_prefill_tokens,
             kv_used_blocks=kv_used_blocks,
+            kv_demand_blocks=kv_demand_blocks,
             kv_total_blocks=self._kv_total_blocks,
+            num_resident_blocks=num_resident_blocks,
             step_budget_tokens=step_budget_tokens,
             prefill_s_per_token=prefill_s_per_token,
             step_s=step_s,
             decode_s_per_seq=decode_s_per_seq,
             round_trip_s=round_trip_s,
-            status_age_s=np.maximum(now_s - self._status_at_s, 0.0),
+            status_age_s=np.maximum(now_s - status_at_s, 0.0),
         )
         return self._snapshot
 
