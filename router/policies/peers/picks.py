@@ -12,7 +12,7 @@ from router.policies.base import Flags, Floats, Hashes, Requests
 def chosen_first(is_choice: Flags, costs: Floats) -> Floats:
     """(requests, workers): `costs`, raised where there is no choice, so that all of those come after."""
     costs = np.broadcast_to(costs, is_choice.shape)
-    return np.where(is_choice, costs, costs + (costs.max() - costs.min() + 1.0))
+    return np.where(is_choice, costs, costs + (np.ptp(costs, axis=1, keepdims=True) + 1.0))
 
 
 def drawn_ties(requests: Requests, rng: random.Random) -> Hashes:
