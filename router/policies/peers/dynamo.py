@@ -16,7 +16,8 @@ from router.policies.peers.picks import drawn_ties
 
 @dataclass(frozen=True)
 class DynamoPolicy:
-    """Dynamo 1.3, docs/components/router (router-concepts, router-configuration) and lib/kv-router/src/scheduling.
+    """Dynamo's docs/components/router/router-concepts.md (03037af) and router-configuration.md (057096c), and the
+    selector, queue and policy in its lib/kv-router/src/scheduling (01690d4).
 
         cost = prefill_load_scale * max(0, prefill blocks - credit * overlap blocks) + decode blocks
 
@@ -50,7 +51,7 @@ class DynamoPolicy:
     queue_threshold: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Requests are held while all workers have more prefill queued than this many steps take; `None`: never."""
     queue_policy: Literal["fcfs", "wspt"] = Field("fcfs")
-    """Order of held requests: by age, or shortest first. Short means little to compute here, few tokens in Dynamo."""
+    """Order of held requests: the oldest first, or that with the least to compute."""
 
     @property
     def is_late_binding(self) -> bool:
