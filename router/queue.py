@@ -393,6 +393,7 @@ class HoldQueue:
             backlog_s=self._table.total_own_tokens * prefill_s_per_token,
             mean_output_tokens=self._mean_output_tokens,
             num_routers=self._fleet.num_routers,
+            block_size_tokens=self._block_size_tokens,
         )
 
     def _note_sent(self, full_tokens: int, own_tokens: int) -> None:

@@ -45,11 +45,18 @@ class Loads:
     """Whether this router goes to the worker rather than its peers do; all are, of a router that is alone."""
     num_requests: Ints
     """Running, waiting, and sent but not yet accounted for by the worker."""
+    num_waiting: Ints
+    """Those of them that do not run yet."""
     max_num_seqs: Ints
     queued_prefill_tokens: Ints
     """Uncached prompt tokens that the worker has accepted or been sent and has no first token for."""
     kv_used_blocks: Ints
+    """Held by running requests, or needed by those to come as far as there are any."""
+    kv_demand_blocks: Ints
+    """The same without a limit: more than there are where requests will wait for them."""
     kv_total_blocks: Ints
+    num_resident_blocks: Ints
+    """Blocks with reusable content, in use or not."""
     step_budget_tokens: Ints
     prefill_s_per_token: Floats
     step_s: Floats
@@ -133,6 +140,7 @@ class FleetState:
     """Length of an answer."""
     num_routers: int = 1
     """Live routers of the same workers, this one among them."""
+    block_size_tokens: int = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -118,6 +118,7 @@ class _Walk:
                 decode_s_per_seq=self.rng.random(),
                 step_budget_tokens=self.rng.randrange(4096),
                 is_draining=self.rng.random() < 0.05,
+                num_resident_blocks=self.rng.randrange(100),
             )
             client.status_at_s = self.clock.now_s
             client.acknowledged_submit = self.rng.randint(client.acknowledged_submit, client.last_submit)
@@ -239,7 +240,10 @@ class _Walk:
             "num_requests": status.num_running + status.num_waiting + len(unseen),
             "queued_prefill_tokens": status.queued_prefill_tokens
             + sum(one.uncached_tokens for one in unseen if not one.has_first_token),
+            "num_waiting": status.num_waiting + len(unseen),
             "kv_used_blocks": min(100, status.kv_used_blocks + pending_blocks),
+            "kv_demand_blocks": status.kv_used_blocks + pending_blocks,
+            "num_resident_blocks": status.num_resident_blocks,
             "step_budget_tokens": status.step_budget_tokens,
             "step_s": status.step_s,
             "decode_s_per_seq": status.decode_s_per_seq,
@@ -267,6 +271,7 @@ class _Walk:
 _IDLE = WorkerStatus(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0)
 _COLUMNS = (
     *("num_requests", "queued_prefill_tokens", "kv_used_blocks", "step_budget_tokens", "step_s", "decode_s_per_seq"),
+    *("num_waiting", "kv_demand_blocks", "num_resident_blocks"),
     *("round_trip_s", "status_age_s", "prefill_s_per_token"),
     *("queued_prefill_s", "step_budget_s", "decode_s", "fullness"),
 )
