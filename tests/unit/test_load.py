@@ -58,8 +58,9 @@ def test_load_is_zero_within_a_status_interval_after_any_mix_of_ends(seed: int) 
             await asyncio.sleep(1.5 * STATUS_INTERVAL_S)
             assert_no_leftovers(router)
             assert_no_leftovers(other)
-            for load in [*router.fleet.loads(), *other.fleet.loads()]:
-                assert (load.queued_prefill_tokens, load.kv_used_blocks) == (0, 0)
+            for loads in (router.fleet.loads(), other.fleet.loads()):
+                assert not loads.queued_prefill_tokens.any()
+                assert not loads.kv_used_blocks.any()
 
     run_virtual(scenario())
 
@@ -68,7 +69,7 @@ def test_news_of_an_end_tells_the_load_without_it() -> None:
     async def scenario() -> None:
         async with rack(1, **REAL) as workers, workers.router() as router:
             await ask(router, "a", prompt(1, 160, 0))
-            assert [load.num_requests for load in router.fleet.loads()] == [0]
+            assert router.fleet.loads().num_requests.tolist() == [0]
 
     run_virtual(scenario())
 
@@ -115,6 +116,25 @@ def test_idle_fleet_adds_no_wait() -> None:
             for index in range(40):
                 _, trace = await ask(router, f"r{index}", prompt(index % 5, 160, index), max_tokens=2)
                 assert trace.bound_at_s == pytest.approx(trace.received_at_s, abs=1e-6)
+
+    run_virtual(scenario())
+
+
+def test_routers_share_the_workers_out_as_homes_and_take_over_those_of_one_that_has_left() -> None:
+    def homes_of(router: Router) -> set[WorkerId]:
+        loads = router.fleet.loads()
+        return {worker for worker, is_home in zip(loads.workers, loads.is_home, strict=True) if is_home}
+
+    async def scenario() -> None:
+        async with rack(5) as workers, workers.router() as one:
+            assert (one.fleet.num_routers, homes_of(one)) == (1, set(workers.worker_to_slot))
+            async with workers.router() as other:
+                await asyncio.sleep(2.0)
+                assert one.fleet.num_routers == other.fleet.num_routers == 2
+                assert homes_of(one) == {"w0", "w2", "w4"}
+                assert homes_of(other) == {"w1", "w3"}
+            await asyncio.sleep(5.0)
+            assert (one.fleet.num_routers, homes_of(one)) == (1, set(workers.worker_to_slot))
 
     run_virtual(scenario())
 
