@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,11 @@ _PLAN_FLAGS = tuple(
     flag
     for flag in _MODEL_FLAGS
     if flag[0] in ("model", "block-size", "gpu-memory-utilization", "tensor-parallel-size", "dtype")
+)
+_REPLAY_FLAGS = tuple(
+    flag
+    for flag in (*_MODEL_FLAGS, *_ROUTER_FLAGS)
+    if flag[0] in ("model", "workers", "block-size", "max-num-seqs", "eviction", "seed")
 )
 _BATCH_FLAGS = (("max-in-flight", "N", "Batch rows under way at once."),)
 _COMMON_FLAGS = (
@@ -128,6 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--lengths", default="512,1024,2048,4096", metavar="N,N", help="Prompt and answer, in tokens.")
     plan.add_argument("--system-prompt", default="1024", metavar="TOKENS", help="Beginning that all prompts share.")
     plan.add_argument("--json", action="store_true", help="Print one JSON line.")
+    _add_replay_command(commands)
     bench = _add_command(commands, "bench", "measure one part of kvroute here", (("general", _COMMON_FLAGS),))
     bench.add_argument(
         "benchmark", choices=BENCHMARKS, metavar="NAME", help=f"What to measure: {', '.join(BENCHMARKS)}."
@@ -158,6 +165,29 @@ def _add_pin_commands(commands: Any) -> None:
     unpin.add_argument("name", metavar="NAME", help="Name that it is kept under.")
 
 
+def _add_replay_command(commands: Any) -> None:
+    groups = (("fleet", _REPLAY_FLAGS), ("general", _COMMON_FLAGS))
+    replay = _add_command(commands, "replay", "simulate what a fleet would do with recorded traffic", groups)
+    replay.add_argument(
+        "trace", metavar="TRACE", help="A trace file, or one made up: conversations, system_prompts, flood."
+    )
+    replay.add_argument("--policy", dest="policies", default="cost", metavar="NAME,NAME", help="Policies to compare.")
+    replay.add_argument("--routers", default="1", metavar="N", help="Routers that requests are dealt to in turn.")
+    replay.add_argument("--rate", metavar="R", help="Mean requests for each second; default: the trace's own times.")
+    replay.add_argument("--load", metavar="L", help="The same, over what this fleet serves under round_robin at most.")
+    replay.add_argument("--spread", action="store_true", help="Spread requests of one time over that until the next.")
+    replay.add_argument("--cache-blocks", metavar="N", help="KV blocks for each worker; default: what fits the GPU.")
+    replay.add_argument("--max-prompt-tokens", metavar="N", help="Longer prompts are cut to this.")
+    replay.add_argument("--skip", default="0", metavar="N", help="Requests left out at the trace's beginning.")
+    replay.add_argument("--limit", metavar="N", help="Most requests replayed; default: all, and 1000 where made up.")
+    replay.add_argument("--slo-ttft-s", default="2", metavar="S", help="Longest time to first token that is good.")
+    replay.add_argument("--slo-itl-s", metavar="S", help="Longest mean time between an answer's tokens that is good.")
+    replay.add_argument("--profile", default="13b-a100", metavar="NAME|FILE", help="What an engine's steps cost.")
+    replay.add_argument("--lag-s", default="0", metavar="S", help="Age of what routers know of workers.")
+    replay.add_argument("--plot", type=Path, metavar="OUT.png", help="Draw waiting times and hit ratios.")
+    replay.add_argument("--json", action="store_true", help="Print one JSON line for each policy.")
+
+
 def _add_directory_commands(commands: Any) -> None:
     general = (("general", _COMMON_FLAGS),)
     doctor = _add_command(commands, "doctor", "compare what engines hold with the store and with a mirror", general)
@@ -177,12 +207,14 @@ def _add_directory_commands(commands: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code says how it went."""
-    arguments = build_parser().parse_args(_kebab(sys.argv[1:] if argv is None else argv))
+    words = _kebab(sys.argv[1:] if argv is None else argv)
+    arguments = build_parser().parse_args(words)
     from shared.config import load_settings
     from shared.errors import ConfigError, KvrouteError
 
     try:
         flags, own = _split(vars(arguments))
+        own["command_line"] = shlex.join(["kvroute", *words])
         settings = load_settings(flags=flags, environment=os.environ, file=own["config"])
         if arguments.command in _STARTING_COMMANDS and not settings.ray_address:
             _lock_own_ray()

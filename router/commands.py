@@ -234,6 +234,13 @@ async def _plan(call: Invocation) -> int:
     return EXIT_OK
 
 
+async def _replay(call: Invocation) -> int:
+    from router.replay_command import run_replay
+
+    await run_replay(call.settings, call.own, call.say, call.show)
+    return EXIT_OK
+
+
 async def _bench(call: Invocation) -> int:
     name = call.own["benchmark"]
     figures = await run_benchmark(name, call.say)
@@ -253,6 +260,7 @@ _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "directory": _directory,
     "demo": _demo,
     "plan": _plan,
+    "replay": _replay,
     "bench": _bench,
 }
 

@@ -83,7 +83,9 @@ def flood(draws: _Draws) -> Iterator[_Asked]:
     returning = draws.fresh(8)
     while True:
         is_returning = draws.rng.random() < _FLOOD_SHARE
-        yield _with_tail(draws, returning if is_returning else [], draws.tokens(500 if is_returning else 4000, 0.5, 12_000))
+        yield _with_tail(
+            draws, returning if is_returning else [], draws.tokens(500 if is_returning else 4000, 0.5, 12_000)
+        )
 
 
 GENERATORS: Mapping[str, Callable[[_Draws], Iterator[_Asked]]] = MappingProxyType(

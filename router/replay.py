@@ -6,7 +6,6 @@ Checks everything before anything is simulated. Prints nothing itself.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from router import fields
 from router.generated import GENERATORS, generated_lines
 from router.policies import make_policy
+from router.policies.base import Policy
 from router.replay_report import PolicyReport, Slo, report, ttfts_s
 from router.simulation import Arrival, FleetResult, FleetSpec, simulate
+from router.tables import counted
 from router.traces import Tokenise, TraceRequest, parse_trace, read_trace
 from router.workload import Workload, arrival_times_s, select
 from shared.config import Settings
@@ -31,9 +32,13 @@ _SATURATING_REQUESTS_PER_WORKER = 64
 """With so many for each worker, what they differ in evens out; more would only take longer."""
 _MIN_SATURATING_REQUESTS = 1000
 
-Simulate = Callable[[FleetSpec, str, Iterable[Arrival]], FleetResult]
+Simulate = Callable[[FleetSpec, Policy, Iterable[Arrival]], FleetResult]
 Watch = Callable[[str, Workload], Iterable[Arrival]]
 """Lets somebody see a workload go by, under a name."""
+
+
+def _unwatched(name: str, workload: Workload) -> Iterable[Arrival]:
+    return workload
 
 
 class ReplayOptions(BaseModel):
@@ -63,6 +68,9 @@ class Replay:
     """A replay that is checked and ready to run."""
 
     spec: FleetSpec
+    """With no limit left to the profile."""
+    num_blocks: int
+    profile_name: str
     policies: tuple[str, ...]
     workload: Workload
     possible_cached_tokens: int
@@ -76,9 +84,9 @@ class Replay:
         return {
             "num_workers": spec.num_workers,
             "num_routers": spec.num_routers,
-            "profile": spec.profile.name,
+            "profile": self.profile_name,
             "block_size_tokens": spec.block_size_tokens,
-            "num_blocks": spec.num_blocks,
+            "num_blocks": self.num_blocks,
             "max_num_seqs": spec.max_num_seqs,
             "step_budget_tokens": spec.step_budget_tokens,
             "eviction": spec.eviction,
@@ -97,9 +105,10 @@ class Replay:
         spec, rate_per_s = self.spec, self.workload.rate_per_s
         arriving = "all at once" if rate_per_s is None else f"{rate_per_s:.2f} a second"
         return (
-            f"{len(self.workload)} requests, {arriving}; {spec.num_workers} workers ({spec.profile.name}, "
-            f"{spec.num_blocks:,} KV blocks of {spec.block_size_tokens} tokens, {spec.eviction}); "
-            f"{spec.num_routers} router{'s' * (spec.num_routers > 1)}, lag {spec.lag_s:g} s; seed {spec.seed}"
+            f"{counted(len(self.workload), 'request')}, {arriving}; "
+            f"{counted(spec.num_workers, 'worker')} ({self.profile_name}, {self.num_blocks:,} KV blocks of "
+            f"{spec.block_size_tokens} tokens, {spec.eviction}); {counted(spec.num_routers, 'router')}, "
+            f"lag {spec.lag_s:g} s; seed {spec.seed}"
         )
 
 
@@ -135,7 +144,12 @@ def policy_texts(given: str) -> tuple[str, ...]:
 
 
 def prepare(
-    options: ReplayOptions, settings: Settings, tokenise: Tokenise | None = None, *, run: Simulate = simulate
+    options: ReplayOptions,
+    settings: Settings,
+    tokenise: Tokenise | None,
+    watch: Watch = _unwatched,
+    *,
+    run: Simulate = simulate,
 ) -> Replay:
     """Read and check everything that a replay needs. With a load, measures what saturates the fleet.
 
@@ -143,22 +157,26 @@ def prepare(
         ConfigError: an option, the profile or the trace is at fault.
     """
     policies = policy_texts(options.policies)
-    spec = _fleet(options, settings, load_profile(options.profile))
+    profile = load_profile(options.profile)
+    num_blocks = _num_blocks(options, settings.block_size, profile)
+    spec = _fleet(options, settings, profile, num_blocks)
     requests = select(
         _requests(options, settings.seed, tokenise),
         options.trace,
-        num_blocks=spec.num_blocks,
+        num_blocks=num_blocks,
         block_size_tokens=spec.block_size_tokens,
         skip=options.skip,
         limit=DEFAULT_GENERATED_REQUESTS if options.limit is None and _is_generated(options) else options.limit,
         max_prompt_tokens=options.max_prompt_tokens,
     )
-    saturated_per_s = saturated_rate_per_s(spec, requests, run=run) if options.load is not None else None
+    saturated_per_s = saturated_rate_per_s(spec, requests, watch, run=run) if options.load is not None else None
     rate_per_s = options.rate if saturated_per_s is None else saturated_per_s * (options.load or 1.0)
     rng = random.Random(settings.seed)
     workload = Workload(requests, arrival_times_s(requests, rate_per_s=rate_per_s, is_spread=options.spread, rng=rng))
     return Replay(
         spec,
+        num_blocks,
+        profile.name,
         policies,
         workload,
         workload.possible_cached_tokens(spec.block_size_tokens),
@@ -167,7 +185,9 @@ def prepare(
     )
 
 
-def saturated_rate_per_s(spec: FleetSpec, requests: Sequence[TraceRequest], *, run: Simulate = simulate) -> float:
+def saturated_rate_per_s(
+    spec: FleetSpec, requests: Sequence[TraceRequest], watch: Watch = _unwatched, *, run: Simulate = simulate
+) -> float:
     """Requests a second that this fleet serves under round robin while every worker always has some waiting.
 
     Measured with the first requests of the trace, all of them there at the beginning, over the workers' busy time: the
@@ -179,8 +199,10 @@ def saturated_rate_per_s(spec: FleetSpec, requests: Sequence[TraceRequest], *, r
     num_requests = max(_MIN_SATURATING_REQUESTS, _SATURATING_REQUESTS_PER_WORKER * spec.num_workers)
     workload = Workload(requests, [0.0] * len(requests)).at_once(num_requests)
     # One router without lag: what the workers can do does not depend on them.
-    result = run(replace(spec, num_routers=1, lag_s=0.0), "round_robin", workload)
-    busy_s = sum(result.worker_to_busy_s.values())
+    result = run(
+        replace(spec, num_routers=1, lag_s=0.0), make_policy("round_robin"), watch("measuring what saturates", workload)
+    )
+    busy_s = sum(result.busy_s)
     num_answered = sum(outcome.error is None for outcome in result.outcomes)
     if not num_answered or not busy_s:
         raise ConfigError("--load: the fleet answers none of the trace's first requests under round robin")
@@ -188,12 +210,12 @@ def saturated_rate_per_s(spec: FleetSpec, requests: Sequence[TraceRequest], *, r
 
 
 def run_policies(
-    replay: Replay, watch: Watch, *, clock: Callable[[], float] = time.perf_counter, run: Simulate = simulate
+    replay: Replay, watch: Watch, clock: Callable[[], float], *, run: Simulate = simulate
 ) -> Iterator[PolicyRun]:
     """Simulate one policy after another on the same arrivals. `clock` times the simulation itself."""
     for policy in replay.policies:
         started_at_s = clock()
-        result = run(replay.spec, policy, watch(policy, replay.workload))
+        result = run(replay.spec, make_policy(policy), watch(policy, replay.workload))
         wall_s = clock() - started_at_s
         figures = report(
             policy,
@@ -204,12 +226,16 @@ def run_policies(
         yield PolicyRun(figures, ttfts_s(result), wall_s)
 
 
-def _fleet(options: ReplayOptions, settings: Settings, profile: LatencyProfile) -> FleetSpec:
-    num_blocks = options.cache_blocks
-    if num_blocks is None and profile.kv_capacity_tokens is not None:
-        num_blocks = profile.kv_capacity_tokens // settings.block_size
-    if num_blocks is None:
+def _num_blocks(options: ReplayOptions, block_size_tokens: int, profile: LatencyProfile) -> int:
+    """KV blocks of each worker."""
+    if options.cache_blocks is not None:
+        return options.cache_blocks
+    if profile.kv_capacity_tokens is None:
         raise ConfigError(f"--cache-blocks: needed, since profile {profile.name} does not tell how many blocks fit")
+    return max(1, profile.kv_capacity_tokens // block_size_tokens)
+
+
+def _fleet(options: ReplayOptions, settings: Settings, profile: LatencyProfile, num_blocks: int) -> FleetSpec:
     if settings.eviction == "stock":
         raise ConfigError("--eviction: stock is vLLM's own pool, which is not simulated: lru does the same")
     return FleetSpec(

@@ -1,15 +1,16 @@
-"""The picture of a replay: how long requests waited under each policy, and what the caches gave. The one file that draws.
+"""The picture of a replay: how long requests waited under each policy, and what the caches gave.
 
-Needs matplotlib, which the extra `plot` installs.
+The one file that draws. Needs matplotlib, which the extra `plot` installs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from router.replay_report import PolicyReport, Slo
+from router.replay import PolicyRun
+from router.replay_report import Slo
 from shared.errors import ConfigError, OutputError
 
 
@@ -26,9 +27,7 @@ def require_plot(path: Path) -> None:
         raise ConfigError(f"--plot: {path.parent} is not a folder")
 
 
-def draw(
-    path: Path, reports: Sequence[PolicyReport], policy_to_ttfts_s: Mapping[str, Sequence[float]], slo: Slo, title: str
-) -> None:
+def draw(path: Path, runs: Sequence[PolicyRun], slo: Slo, title: str) -> None:
     """Draw all policies into one picture: the share of requests that had a token after each time, and the hit ratios.
 
     Raises:
@@ -38,11 +37,11 @@ def draw(
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     waits, hits = figure.subplots(1, 2, width_ratios=(2, 1))
-    for found in reports:
-        ttfts_s = policy_to_ttfts_s[found.policy]
+    reports = [run.report for run in runs]
+    for run in runs:
         # Requests without a token keep a curve below 1.
-        shares = [(number + 1) / found.num_requests for number in range(len(ttfts_s))]
-        waits.step(ttfts_s, shares, where="post", label=found.policy)
+        shares = [(number + 1) / run.report.num_requests for number in range(len(run.ttfts_s))]
+        waits.step(run.ttfts_s, shares, where="post", label=run.report.policy)
     waits.axvline(slo.ttft_s, color="grey", linestyle=":", label=f"service level, {slo.ttft_s:g} s")
     waits.set(xscale="log", ylim=(0, 1), xlabel="time to first token (s), simulated", ylabel="share of requests")
     waits.grid(alpha=0.3)

@@ -59,13 +59,14 @@ class PolicyReport:
     load_imbalance: float
     """The busiest worker's busy time over the mean."""
     num_evictions: int
+    num_preemptions: int
+    most_held: int
+    """Most requests that waited in routers at one time."""
     makespan_s: float
 
 
-def report(
-    policy: str, result: FleetResult, *, slo: Slo, num_prompt_tokens: int, possible_cached_tokens: int
-) -> PolicyReport:
-    """The figures of one policy's run. `num_prompt_tokens` and `possible_cached_tokens` are the workload's."""
+def report(policy: str, result: FleetResult, *, slo: Slo, possible_cached_tokens: int) -> PolicyReport:
+    """The figures of one policy's run. `possible_cached_tokens` is the workload's."""
     answered = [outcome for outcome in result.outcomes if outcome.error is None]
     ttfts_s = [ttft_s for outcome in answered if (ttft_s := _ttft_s(outcome)) is not None]
     itls_s = [itl_s for outcome in answered if (itl_s := _itl_s(outcome)) is not None]
@@ -76,7 +77,6 @@ def report(
     decode_s = sum(itl_s * (outcome.num_output_tokens - 1) for outcome in answered if (itl_s := _itl_s(outcome)))
     num_between = sum(outcome.num_output_tokens - 1 for outcome in answered if _itl_s(outcome) is not None)
     num_good = sum(map(slo.is_met, result.outcomes))
-    busy_s = list(result.worker_to_busy_s.values())
     return PolicyReport(
         policy=policy,
         num_requests=len(result.outcomes),
@@ -94,8 +94,10 @@ def report(
         tokens_per_s=_ratio(prompt_tokens + output_tokens, result.makespan_s),
         goodput_per_s=_ratio(num_good, result.makespan_s),
         goodput_share=_ratio(num_good, len(result.outcomes)),
-        load_imbalance=_ratio(max(busy_s, default=0.0) * len(busy_s), sum(busy_s)),
+        load_imbalance=_ratio(max(result.busy_s) * len(result.busy_s), sum(result.busy_s)),
         num_evictions=result.num_evictions,
+        num_preemptions=result.num_preemptions,
+        most_held=result.most_held,
         makespan_s=result.makespan_s,
     )
 
@@ -125,6 +127,8 @@ _ROWS: tuple[tuple[str, Callable[[PolicyReport], str]], ...] = (
     ("requests/s within it", lambda found: f"{found.goodput_per_s:.3f}"),
     ("busiest worker over the mean", lambda found: f"{found.load_imbalance:.3f}"),
     ("blocks evicted", lambda found: f"{found.num_evictions:,}"),
+    ("preemptions", lambda found: f"{found.num_preemptions:,}"),
+    ("most held in routers", lambda found: f"{found.most_held:,}"),
     ("makespan", lambda found: f"{found.makespan_s:,.1f} s"),
 )
 

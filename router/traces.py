@@ -253,7 +253,7 @@ class _Batch:
             raise InvalidRequest(f"'url' {fields.brief(url)} is not supported; only {choices} are.")
         body = fields.mapping(given["body"], "body")
         # Whatever model the traffic went to, the simulated fleet answers it.
-        parsed = parse_request(Endpoint(url), body, served_model=body.get("model"), allow_stream=True)
+        parsed = parse_request(Endpoint(url), body, served_model=str(body.get("model")), allow_stream=True)
         if parsed.cache_salt:
             raise InvalidRequest("'cache_salt' is not simulated: leave it out, and its prompts share their blocks")
         asked = parsed.max_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 
 from router.batch_report import PossibleHits
 from router.simulation import Arrival
@@ -98,7 +98,7 @@ def select(
             raise ConfigError(
                 f"trace {name}: line {request.line}: {request.num_prompt_tokens} prompt tokens and "
                 f"{request.num_output_tokens} of output need {num_needed} KV blocks of {block_size_tokens} tokens, but "
-                f"no worker has more than {num_blocks}: --max-prompt-tokens cuts prompts, --cache-blocks gives more room"
+                f"no worker has more than {num_blocks}; --max-prompt-tokens cuts prompts, --cache-blocks gives room"
             )
         chosen.append(request)
     if not chosen:
@@ -134,7 +134,7 @@ def _rate_per_s(times_s: Sequence[float]) -> float | None:
 def _spread(times_s: Sequence[float], rng: random.Random) -> list[float]:
     """The order stays, so that no turn of a chat comes before the one that it answers."""
     ticks_s = sorted(set(times_s))
-    widths_s = [later - earlier for earlier, later in zip(ticks_s, ticks_s[1:], strict=False)]
+    widths_s = [later - earlier for earlier, later in pairwise(ticks_s)]
     # After the last time nothing tells how long it stood for.
     widths_s.append(widths_s[-1] if widths_s else 0.0)
     spread_s: list[float] = []
