@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from tqdm import tqdm
@@ -37,12 +38,12 @@ async def run_replay(settings: Settings, own: Mapping[str, Any], say: Say, show:
     replay.policy_texts(options.policies)
     if options.plot is not None:
         require_plot(options.plot)
-    tokenise = None
-    if settings.model:
-        folder = await launch.prepare_model_folder(settings, say)
-        tokenise = tokenise_with(await asyncio.to_thread(Tokenizer, folder))
-    stop = threading.Event()
-    clock = asyncio.get_running_loop().time
+    loop, stop = asyncio.get_running_loop(), threading.Event()
+
+    @cache
+    def load_tokenizer() -> Tokenizer:
+        preparing = launch.prepare_model_folder(settings, say)
+        return Tokenizer(asyncio.run_coroutine_threadsafe(preparing, loop).result())
 
     def watch(name: str, workload: Workload) -> Iterator[Arrival]:
         # Not shown where stderr is no terminal.
@@ -52,11 +53,11 @@ async def run_replay(settings: Settings, own: Mapping[str, Any], say: Say, show:
             yield arrival
 
     def work() -> None:
-        prepared = replay.prepare(options, settings, tokenise, watch)
+        prepared = replay.prepare(options, settings, tokenise_with(load_tokenizer) if settings.model else None, watch)
         say(f"simulated, not measured: {prepared.text()}")
         facts = {"trace": options.trace, "command": own["command_line"], **prepared.facts()}
         runs = []
-        for run in replay.run_policies(prepared, watch, clock):
+        for run in replay.run_policies(prepared, watch, loop.time):
             runs.append(run)
             say(_speed(run))
             if own["json"]:
@@ -74,10 +75,11 @@ async def run_replay(settings: Settings, own: Mapping[str, Any], say: Say, show:
         stop.set()
 
 
-def tokenise_with(tokenizer: Tokenizer) -> Tokenise:
-    """Token ids of requests as workers with this tokenizer get them."""
+def tokenise_with(load: Callable[[], Tokenizer]) -> Tokenise:
+    """Token ids of requests as workers with this tokenizer get them. Few traces need one, so it is loaded for those."""
 
     def tokenise(parsed: ParsedRequest) -> Sequence[int]:
+        tokenizer = load()
         if parsed.messages is not None:
             return tokenizer.render_chat(parsed.messages)
         if isinstance(parsed.prompt, str):

@@ -46,16 +46,17 @@ def draw(path: Path, runs: Sequence[PolicyRun], slo: Slo, title: str) -> None:
     waits.set(xscale="log", ylim=(0, 1), xlabel="time to first token (s), simulated", ylabel="share of requests")
     waits.grid(alpha=0.3)
     waits.legend(loc="lower right")
-    names = [found.policy for found in reports]
+    names = [found.policy.replace(":", "\n") for found in reports]
     bars = hits.bar(names, [found.hit_ratio for found in reports], color=[f"C{number}" for number in range(len(names))])
     hits.bar_label(bars, [f"{found.hit_ratio:.1%}" for found in reports])
     hits.set(ylabel="hit ratio of prompt tokens, simulated")
-    hits.tick_params(axis="x", rotation=30)
+    hits.tick_params(axis="x", labelsize="small")
     bounds = [found.hit_ratio / found.hit_share_of_bound for found in reports if found.hit_share_of_bound]
     if bounds:
-        hits.axhline(max(bounds), color="grey", linestyle=":", label="endless cache")
-        hits.legend(loc="lower right")
-    figure.suptitle(title)
+        hits.axhline(max(bounds), color="grey", linestyle=":")
+        hits.annotate("endless cache", (0.01, max(bounds)), xycoords=("axes fraction", "data"), va="bottom")
+    hits.margins(y=0.15)
+    figure.suptitle(title, fontsize="medium")
     try:
         # Without a date in it the same run gives the same bytes.
         figure.savefig(path, metadata={"Software": None} if path.suffix == ".png" else None)
