@@ -55,6 +55,9 @@ class SimulatedHost:
         self._news: dict[SimulatedClient, list[tuple[SimulatedStream, Delta, float]]] = {}
         """By router, what the step that has just ended brought."""
         self._timer: asyncio.TimerHandle | None = None
+        self._status: WorkerStatus | None = None
+        """Made when `num_changes` of the engine was this."""
+        self._status_version = -1
 
     def connect(self, on_change: OnChange) -> SimulatedClient:
         """A router's end of a new connection."""
@@ -71,7 +74,12 @@ class SimulatedHost:
             self._timer.cancel()
 
     def status(self) -> WorkerStatus:
-        """The load now, as `WorkerHost` tells it."""
+        """The load now, as `WorkerHost` tells it; the same object while nothing has changed."""
+        if self._status is None or self._status_version != self._engine.num_changes:
+            self._status, self._status_version = self._read_status(), self._engine.num_changes
+        return self._status
+
+    def _read_status(self) -> WorkerStatus:
         stats = self._engine.stats()
         num_running = min(stats.num_running, self._num_live)
         return WorkerStatus(
@@ -298,10 +306,13 @@ class SimulatedClient:
             if delta.finish not in (None, FinishReason.ABORT):
                 self.request_to_longest_gap_s[stream.request] = longest_gap_s
             stream.take(delta)
-        if status is not None:
-            self.status = status
-            self._status_at_s = asyncio.get_running_loop().time()
-            self.acknowledged_submit = last_submit
+        if status is None:
+            return
+        is_change = status is not self.status or last_submit != self.acknowledged_submit
+        self.status = status
+        self._status_at_s = asyncio.get_running_loop().time()
+        self.acknowledged_submit = last_submit
+        if is_change:
             self._on_change()
 
     async def close(self) -> None:

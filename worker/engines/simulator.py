@@ -114,6 +114,8 @@ class SimulatorEngine:
         self._fit = StepFit()
         self._num_steps_to_fit = 1
         self._num_pins = 0
+        self.num_changes = 0
+        """Grows with whatever changes `stats`."""
         self.busy_s = 0.0
         """Time in steps so far."""
 
@@ -212,6 +214,7 @@ class SimulatorEngine:
             priority=priority,
             keep=keep,
         )
+        self.num_changes += 1
         self._live[request] = sequence
         self._batch.add(sequence)
         self._interrupt()
@@ -354,6 +357,7 @@ class SimulatorEngine:
 
     def _begin(self) -> None:
         self._timer = None
+        self.num_changes += 1
         self._plan = self._batch.plan()
         if self._plan is not None:
             self._planned_at_s = asyncio.get_running_loop().time()
@@ -398,6 +402,7 @@ class SimulatorEngine:
         if self._live.get(sequence.request) is sequence:
             del self._live[sequence.request]
         if sequence.state is not State.ENDED and self._death is None:
+            self.num_changes += 1
             self._batch.remove(sequence)
             self._interrupt()
 
