@@ -28,6 +28,7 @@ MAX_LINES = 420
 MAY_ALSO_IMPORT = {
     "router/launch.py": {"worker"},  # the composition root: starts workers
     "router/replay.py": {"worker"},  # reads latency profiles, which are data
+    "router/simulation.py": {"worker"},  # the other composition root: a whole fleet in one process and in virtual time
     "router/bench.py": {"worker"},  # names every benchmark; each lives in the room that it measures
 }
 

@@ -1,7 +1,7 @@
-"""What a step of a simulated engine costs: latency profiles as data, derived from public facts or fitted by calibration.
+"""What a step of a simulated engine costs: latency profiles as data, from public facts or fitted by calibration.
 
-A profile knows nothing of scheduling. Those that are shipped follow from the roofline of a model on a GPU: each constant
-stands below with where it comes from.
+A profile knows nothing of scheduling. Those that are shipped follow from the roofline of a model on a GPU: each
+constant stands below with where it comes from.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LatencyProfile:
             if not isinstance(value, (int, float)) or not 0.0 <= value < float("inf"):
                 raise ConfigError(f"profile {self.name}: {name}: {value!r} is not a time; it must be 0 or more seconds")
         if self.step_s + self.prefill_s_per_token <= 0.0 or self.step_s + self.decode_s_per_seq <= 0.0:
-            raise ConfigError(f"profile {self.name}: a step must take time: step_s is 0, and so is a cost for each token")
+            raise ConfigError(f"profile {self.name}: a step must take time, but step_s and a cost for each token are 0")
         for name in ("step_budget_tokens", "max_num_seqs", "kv_capacity_tokens"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -96,7 +96,7 @@ _H100 = _Gpu(989e12, 3.35e12, 0.50, 85.0e9, step_budget_tokens=8192, max_num_seq
 """NVIDIA H100 SXM data sheet: 1,979 TFLOP/s with sparsity, so 989 dense; 3.35 TB/s."""
 
 _BANDWIDTH_SHARE = 0.80
-"""What streaming kernels get of a GPU's memory bandwidth: 0.8 to 0.9 in BabelStream and in vLLM's own decode kernels."""
+"""What streaming kernels get of a GPU's memory bandwidth: 0.8 to 0.9 in BabelStream."""
 _STEP_OVERHEAD_S = 2e-3
 """Scheduler, sampling and launches that the GPU does not hide. An assumption: vLLM V1 aims below this."""
 _SEQUENCE_OVERHEAD_S = 2e-5
@@ -105,7 +105,7 @@ some 150 (A100) to 300 (H100) sequences decode at once."""
 _GPU_MEMORY_UTILIZATION = 0.9
 """vLLM's default."""
 _WORKSPACE_BYTES = 5.5e9
-"""Activations of a profiling run, CUDA graphs and the context. An assumption that gives the usual 45 GB for the cache."""
+"""Activations of a profiling run, CUDA graphs, the context. An assumption that gives the usual 45 GB for the cache."""
 
 _13B_PARAMETERS = 13e9
 """Llama 2 13B: 13.0e9 parameters, 40 layers, hidden size 5,120, 40 key-value heads of 128, no grouped queries."""
@@ -136,10 +136,7 @@ def _roofline_13b(name: str, gpu: _Gpu) -> LatencyProfile:
 
 
 PROFILES: Mapping[str, LatencyProfile] = MappingProxyType(
-    {
-        profile.name: profile
-        for profile in (_roofline_13b("13b-a100", _A100), _roofline_13b("13b-h100", _H100))
-    }
+    {profile.name: profile for profile in (_roofline_13b("13b-a100", _A100), _roofline_13b("13b-h100", _H100))}
 )
 """Shipped profiles by name."""
 
