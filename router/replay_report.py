@@ -56,10 +56,14 @@ class PolicyReport:
     """Requests within the service level."""
     goodput_share: float
     """Of all requests, those refused included."""
+    busy_share: float
+    """Of the workers' time, from the beginning to the last end."""
     load_imbalance: float
     """The busiest worker's busy time over the mean."""
     num_evictions: int
     num_preemptions: int
+    held_p99_s: float | None
+    """Time that a request waited in its router, for a worker to be about to have room."""
     most_held: int
     """Most requests that waited in routers at one time."""
     makespan_s: float
@@ -71,6 +75,7 @@ def report(policy: str, result: FleetResult, *, slo: Slo, possible_cached_tokens
     ttfts_s = [ttft_s for outcome in answered if (ttft_s := _ttft_s(outcome)) is not None]
     itls_s = [itl_s for outcome in answered if (itl_s := _itl_s(outcome)) is not None]
     e2es_s = [outcome.finished_at_s - outcome.arrived_at_s for outcome in answered if outcome.finished_at_s is not None]
+    held_s = [outcome.bound_at_s - outcome.arrived_at_s for outcome in answered if outcome.bound_at_s is not None]
     cached_tokens = sum(outcome.cached_tokens for outcome in answered)
     prompt_tokens = sum(outcome.num_prompt_tokens for outcome in answered)
     output_tokens = sum(outcome.num_output_tokens for outcome in answered)
@@ -94,9 +99,11 @@ def report(policy: str, result: FleetResult, *, slo: Slo, possible_cached_tokens
         tokens_per_s=_ratio(prompt_tokens + output_tokens, result.makespan_s),
         goodput_per_s=_ratio(num_good, result.makespan_s),
         goodput_share=_ratio(num_good, len(result.outcomes)),
+        busy_share=_ratio(sum(result.busy_s), len(result.busy_s) * result.makespan_s),
         load_imbalance=_ratio(max(result.busy_s) * len(result.busy_s), sum(result.busy_s)),
         num_evictions=result.num_evictions,
         num_preemptions=result.num_preemptions,
+        held_p99_s=quantile(held_s, 0.99),
         most_held=result.most_held,
         makespan_s=result.makespan_s,
     )
@@ -125,9 +132,11 @@ _ROWS: tuple[tuple[str, Callable[[PolicyReport], str]], ...] = (
     ("tokens/s (prompt and answer)", lambda found: f"{found.tokens_per_s:,.0f}"),
     ("within the service level", lambda found: f"{found.goodput_share:.1%}"),
     ("requests/s within it", lambda found: f"{found.goodput_per_s:.3f}"),
+    ("workers busy", lambda found: f"{found.busy_share:.1%}"),
     ("busiest worker over the mean", lambda found: f"{found.load_imbalance:.3f}"),
     ("blocks evicted", lambda found: f"{found.num_evictions:,}"),
     ("preemptions", lambda found: f"{found.num_preemptions:,}"),
+    ("held in a router, p99", lambda found: _seconds(found.held_p99_s)),
     ("most held in routers", lambda found: f"{found.most_held:,}"),
     ("makespan", lambda found: f"{found.makespan_s:,.1f} s"),
 )

@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,19 +80,28 @@ class Comparison:
     """Plans the runs of all situations and reads their results. `results` holds what has been run."""
 
     def __init__(
-        self, results: Results, *, peers: Sequence[str], seeds: Sequence[int], num_requests: int, is_tuned: bool
+        self,
+        results: Results,
+        *,
+        peers: Sequence[str],
+        seeds: Sequence[int],
+        num_requests: int,
+        is_tuned: bool,
+        tuned_loads: Sequence[float] = (),
     ) -> None:
         self._results = results
         self._peers = peers
         self._seeds = seeds
         self._num_requests = num_requests
         self._is_tuned = is_tuned
+        self._tuned_loads = tuned_loads
+        """Loads that peers are tuned at, each for the loads near it; empty: at every one."""
 
     def tuning_runs(self, cell: Cell) -> list[Run]:
         """Every peer with every value that is tried. One seed."""
         if not self._is_tuned:
             return []
-        return [self._run(cell, "tune", self._seeds[0], text) for peer in self._peers for text in grid(peer)]
+        return [self._tuning_run(cell, text) for peer in self._peers for text in grid(peer)]
 
     def measuring_runs(self, cell: Cell, extra: Iterable[str] = ()) -> list[Run]:
         """All that are compared, on the requests that nobody was tuned on. The tuning has run."""
@@ -103,9 +112,7 @@ class Comparison:
         """A peer with the knobs that gave the least mean TTFT in its tuning."""
         if not self._is_tuned:
             return peer
-        return min(
-            grid(peer), key=lambda text: self._results[self._run(cell, "tune", self._seeds[0], text)]["ttft_mean_s"]
-        )
+        return min(grid(peer), key=lambda text: self._results[self._tuning_run(cell, text)]["ttft_mean_s"])
 
     def row(self, cell: Cell) -> Row:
         """The comparison in one situation. Its runs have all been run."""
@@ -138,6 +145,10 @@ class Comparison:
 
     def _measured(self, cell: Cell, text: str) -> list[Figures]:
         return [self._results[self._run(cell, "measure", seed, text)] for seed in self._seeds]
+
+    def _tuning_run(self, cell: Cell, text: str) -> Run:
+        load = min(self._tuned_loads or (cell.load,), key=lambda load: abs(load - cell.load))
+        return self._run(replace(cell, load=load), "tune", self._seeds[0], text)
 
     def _run(self, cell: Cell, half: str, seed: int, text: str) -> Run:
         return Run(**asdict(cell), half=half, num_requests=self._num_requests, seed=seed, policy=text)
@@ -195,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=_listed(int), metavar="N,N")
     parser.add_argument("--requests", type=int, metavar="N", help="requests tuned on, and as many measured on")
     parser.add_argument("--policies", type=_listed(str), metavar="NAME,NAME", help="peers, and others to run as well")
+    parser.add_argument("--tune-loads", type=_listed(float), metavar="L,L", help="fewer loads, each for those near it")
     parser.add_argument("--untuned", action="store_true", help="peers as they come, without a tuning")
     parser.add_argument("--processes", type=int, default=1, metavar="N")
     parser.add_argument("--results", type=Path, default=Path("out/bench_routing.jsonl"), metavar="FILE")
@@ -226,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seeds=given.seeds or (PROOF_SEEDS if given.proof else PROOF_SEEDS[:1]),
         num_requests=given.requests or (PROOF_REQUESTS if given.proof else SHORT_REQUESTS),
         is_tuned=is_tuned,
+        tuned_loads=given.tune_loads or (),
     )
     extra = [name for name in policies if name not in (OURS, *PEERS)]
     rows = compare(comparison, cells, extra, lambda runs: run_all(runs, results, given.processes, _say))

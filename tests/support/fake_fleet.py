@@ -23,7 +23,7 @@ def outcome(
     first_token_at_s = None if ttft_s is None else arrived_at_s + ttft_s
     return Outcome(
         arrived_at_s=arrived_at_s,
-        bound_at_s=arrived_at_s,
+        bound_at_s=arrived_at_s + 0.5,
         first_token_at_s=first_token_at_s,
         finished_at_s=None if first_token_at_s is None else first_token_at_s + itl_s * (num_output_tokens - 1),
         worker=None if first_token_at_s is None else "w0",

@@ -52,6 +52,7 @@ def test_figures_of_answered_requests_are_means_and_quantiles():
     assert (found.e2e_mean_s, found.e2e_p99_s) == (3.5, 5.0)
     assert (found.tokens_per_s, found.load_imbalance, found.makespan_s) == (4 * 111 / 8, 1.5, 8.0)
     assert (found.num_evictions, found.num_preemptions, found.most_held) == (7, 2, 3)
+    assert (found.busy_share, found.held_p99_s) == (0.25, 0.5)
 
 
 def test_time_between_tokens_weighs_each_token_alike():
