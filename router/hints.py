@@ -12,36 +12,58 @@ SETTLE_S = 2.0
 """How long a promise outlives the first token: ample for the worker's events to reach the directory."""
 
 
+OnChange = Callable[[WorkerId, Sequence[BlockKey], int], None]
+"""Called with a worker, a chain and a depth when the chain's blocks from that depth on become, or cease to be, promised
+to the worker."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Promise:
     """The full blocks of one prompt that one worker is about to hold."""
 
     worker: WorkerId
-    keys: tuple[BlockKey, ...]
+    keys: Sequence[BlockKey]
+    """Belongs to the request: nobody changes it."""
 
 
 class Hints:
     """Owns the promises of this router. A promise lasts until it is withdrawn, or `SETTLE_S` after its first token.
 
     A fixed lifetime from the send on would expire under a long prefill, just when a burst needs it most.
+
+    Invariant: a worker's bit is set exactly for the keys of its live promises. A key stands for all blocks before it as
+    well, so along a chain bits only go out, and every look is a binary search.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._worker_to_num_promises: dict[WorkerId, Counter[BlockKey]] = {}
+        self._key_to_bits: dict[BlockKey, int] = {}
+        self._worker_to_counts: dict[WorkerId, Counter[BlockKey]] = {}
+        self._worker_to_bit: dict[WorkerId, int] = {}
+        self._workers: list[WorkerId | None] = []
+        """By number of their bit; `None` where the number is free."""
         self._live: set[Promise] = set()
         self._settled: deque[tuple[float, Promise]] = deque()
+        self.on_change: OnChange | None = None
 
     def __len__(self) -> int:
         """Number of promises that count now."""
-        self._expire()
+        self.expire()
         return len(self._live)
 
     def promise(self, worker: WorkerId, keys: Sequence[BlockKey]) -> Promise:
         """Count `keys` as held by `worker` from now on. Modifies."""
-        promise = Promise(worker, tuple(keys))
+        promise = Promise(worker, keys)
         self._live.add(promise)
-        self._worker_to_num_promises.setdefault(worker, Counter()).update(promise.keys)
+        if keys:
+            bit = self._bit_of(worker)
+            counts = self._worker_to_counts.setdefault(worker, Counter())
+            num_known = self._depth(keys, bit)
+            counts.update(keys)
+            key_to_bits = self._key_to_bits
+            for key in keys[num_known:]:
+                key_to_bits[key] = key_to_bits.get(key, 0) | bit
+            self._tell(promise, num_known)
         return promise
 
     def settle(self, promise: Promise) -> None:
@@ -53,29 +75,79 @@ class Hints:
         if promise not in self._live:
             return
         self._live.discard(promise)
-        # A prompt shorter than a block promises nothing: its worker may have no counts at all.
-        key_to_num = self._worker_to_num_promises.get(promise.worker, Counter())
+        if not promise.keys:
+            return
+        bit = self._worker_to_bit[promise.worker]
+        counts = self._worker_to_counts[promise.worker]
+        num_left = 0
         for key in promise.keys:
-            key_to_num[key] -= 1
-            if not key_to_num[key]:
-                del key_to_num[key]
-        if not key_to_num:
-            self._worker_to_num_promises.pop(promise.worker, None)
+            count = counts[key] - 1
+            if count:
+                counts[key] = count
+                num_left += 1
+                continue
+            del counts[key]
+            bits = self._key_to_bits[key] ^ bit
+            if bits:
+                self._key_to_bits[key] = bits
+            else:
+                del self._key_to_bits[key]
+        if not counts:
+            del self._worker_to_counts[promise.worker]
+            self._workers[self._worker_to_bit.pop(promise.worker).bit_length() - 1] = None
+        self._tell(promise, num_left)
 
     def forget(self, worker: WorkerId) -> None:
         """Withdraw everything promised to a worker that is gone or begins a new life. Modifies."""
         for promise in [promise for promise in self._live if promise.worker == worker]:
             self.withdraw(promise)
 
-    def num_promised_blocks(self, worker: WorkerId, keys: Sequence[BlockKey]) -> int:
-        """How many leading blocks of `keys` are promised to `worker`."""
-        self._expire()
-        promised = self._worker_to_num_promises.get(worker)
-        if not promised:
-            return 0
-        return next((index for index, key in enumerate(keys) if key not in promised), len(keys))
+    def promised(self, keys: Sequence[BlockKey]) -> dict[WorkerId, int]:
+        """How many leading blocks of `keys` are promised to each worker; who is promised none is absent."""
+        self.expire()
+        found: dict[WorkerId, int] = {}
+        key_to_bits = self._key_to_bits
+        bits = key_to_bits.get(keys[0], 0) if keys else 0
+        depth = 0
+        while bits:
+            depth = self._depth(keys, bits, depth)
+            rest = key_to_bits.get(keys[depth], 0) & bits if depth < len(keys) else 0
+            gone, bits = bits ^ rest, rest
+            while gone:
+                number = gone.bit_length() - 1
+                gone ^= 1 << number
+                worker = self._workers[number]
+                assert worker is not None, "a bit that is set is a worker's"
+                found[worker] = depth
+        return found
 
-    def _expire(self) -> None:
-        now = self._clock()
-        while self._settled and self._settled[0][0] <= now:
-            self.withdraw(self._settled.popleft()[1])
+    def expire(self) -> None:
+        """End the promises whose time is over. Modifies."""
+        if self._settled:
+            now = self._clock()
+            while self._settled and self._settled[0][0] <= now:
+                self.withdraw(self._settled.popleft()[1])
+
+    def _tell(self, promise: Promise, depth: int) -> None:
+        if self.on_change is not None and depth < len(promise.keys):
+            self.on_change(promise.worker, promise.keys, depth)
+
+    def _depth(self, keys: Sequence[BlockKey], bits: int, start: int = 0) -> int:
+        """How many leading blocks of `keys` all workers of `bits` are promised, at least `start`."""
+        key_to_bits = self._key_to_bits
+        low, high = start, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if key_to_bits.get(keys[middle], 0) & bits == bits:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _bit_of(self, worker: WorkerId) -> int:
+        bit = self._worker_to_bit.get(worker)
+        if bit is None:
+            number = self._workers.index(None) if None in self._workers else len(self._workers)
+            self._workers[number : number + 1] = [worker]
+            bit = self._worker_to_bit[worker] = 1 << number
+        return bit

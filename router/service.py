@@ -173,10 +173,9 @@ class Router:
                     if delta.cached_tokens is not None:
                         trace.cached_tokens = delta.cached_tokens
                     if not booking.has_first_token:
-                        booking.has_first_token = True
+                        self.fleet.note_first_token(booking)
                         trace.first_token_at_s = self._clock()
                         self.hints.settle(placement.promise)
-                        self.queue.poke()
                     num_output_tokens += len(delta.token_ids)
                     yield Generated(delta.token_ids, delta.finish)
             self.queue.note_finished(num_output_tokens)
