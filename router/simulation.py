@@ -279,7 +279,6 @@ class _Simulation:
             count_resident_blocks=lambda: len(publisher.resident),
         )
         await publisher.start()
-        host.start()
         self.workers[worker] = _Worker(engine, host, publisher)
         return self.workers[worker]
 

@@ -8,6 +8,7 @@ or acknowledged, and no connection ever breaks; everything that routing depends 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +26,8 @@ from worker.engines.simulator import SimulatorEngine
 class SimulatedHost:
     """One simulated engine and the routers that use it.
 
-    A router gets a status every `status_interval_s`, and beside each first token and end of its own requests.
+    A router gets a status every `status_interval_s`, and beside each first token and end of its own requests. One that
+    tells nothing new is not handed over; it counts in the age of the last one all the same.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class SimulatedHost:
         self.num_submitted = 0
         self._engine = engine
         self._engine_info = engine_info
-        self._rng = rng
         self._status_interval_s = status_interval_s
+        self._phase_s = rng.uniform(0.0, status_interval_s)
+        """Statuses go out at this time, and whole intervals later."""
         self._count_resident_blocks = count_resident_blocks
         self._clients: list[SimulatedClient] = []
         self._queued_prefill_tokens = 0
@@ -56,17 +59,12 @@ class SimulatedHost:
         """By router, what the step that has just ended brought."""
         self._timer: asyncio.TimerHandle | None = None
         self._status: WorkerStatus | None = None
-        """Made when `num_changes` of the engine was this."""
-        self._status_version = -1
+        """The load now; None where it has changed since it was last read."""
+        engine.on_change = self._engine_changed
 
     def connect(self, on_change: OnChange) -> SimulatedClient:
         """A router's end of a new connection."""
         return SimulatedClient(self, on_change)
-
-    def start(self) -> None:
-        """Tell statuses from now on, at times that are this worker's own."""
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._rng.uniform(0.0, self._status_interval_s), self._tell_all)
 
     def close(self) -> None:
         """Tell nothing more."""
@@ -75,9 +73,19 @@ class SimulatedHost:
 
     def status(self) -> WorkerStatus:
         """The load now, as `WorkerHost` tells it; the same object while nothing has changed."""
-        if self._status is None or self._status_version != self._engine.num_changes:
-            self._status, self._status_version = self._read_status(), self._engine.num_changes
+        if self._status is None:
+            self._status = self._read_status()
         return self._status
+
+    def told_at_s(self, now_s: float) -> float:
+        """When the last regular status before `now_s` went out."""
+        return self._phase_s + math.floor((now_s - self._phase_s) / self._status_interval_s) * self._status_interval_s
+
+    def _engine_changed(self) -> None:
+        self._status = None
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(self.told_at_s(loop.time()) + self._status_interval_s, self._tell_all)
 
     def _read_status(self) -> WorkerStatus:
         stats = self._engine.stats()
@@ -157,10 +165,10 @@ class SimulatedHost:
             self._later(client, client.take, deltas, status if is_urgent else None, client.num_arrived)
 
     def _tell_all(self) -> None:
+        self._timer = None
         status = self.status()
         for client in self._clients:
             self._later(client, client.take, [], status, client.num_arrived)
-        self._timer = asyncio.get_running_loop().call_later(self._status_interval_s, self._tell_all)
 
     def _later(self, client: SimulatedClient, deliver: Callable[..., None], *arguments: object) -> None:
         """The way back to a router."""
@@ -269,7 +277,8 @@ class SimulatedClient:
     def status_age_s(self) -> float:
         if self.status is None:
             return float("inf")
-        return asyncio.get_running_loop().time() - self._status_at_s
+        now_s, lag_s = asyncio.get_running_loop().time(), self.host.lag_s
+        return now_s - max(self._status_at_s, self.host.told_at_s(now_s - lag_s) + lag_s)
 
     async def connect(self) -> None:
         self.host.attach(self)

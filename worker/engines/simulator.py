@@ -114,8 +114,8 @@ class SimulatorEngine:
         self._fit = StepFit()
         self._num_steps_to_fit = 1
         self._num_pins = 0
-        self.num_changes = 0
-        """Grows with whatever changes `stats`."""
+        self.on_change: Callable[[], None] = _ignore
+        """Called with whatever changes `stats`; for the owner to set."""
         self.busy_s = 0.0
         """Time in steps so far."""
 
@@ -214,9 +214,9 @@ class SimulatorEngine:
             priority=priority,
             keep=keep,
         )
-        self.num_changes += 1
         self._live[request] = sequence
         self._batch.add(sequence)
+        self.on_change()
         self._interrupt()
         return sequence
 
@@ -357,8 +357,8 @@ class SimulatorEngine:
 
     def _begin(self) -> None:
         self._timer = None
-        self.num_changes += 1
         self._plan = self._batch.plan()
+        self.on_change()
         if self._plan is not None:
             self._planned_at_s = asyncio.get_running_loop().time()
             self._set_timer(self._plan)
@@ -402,8 +402,8 @@ class SimulatorEngine:
         if self._live.get(sequence.request) is sequence:
             del self._live[sequence.request]
         if sequence.state is not State.ENDED and self._death is None:
-            self.num_changes += 1
             self._batch.remove(sequence)
+            self.on_change()
             self._interrupt()
 
     def _tell_blocks(self) -> None:
@@ -416,3 +416,7 @@ class SimulatorEngine:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineError(self._death)
+
+
+def _ignore() -> None:
+    """Nobody wants to know."""
