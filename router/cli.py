@@ -73,6 +73,20 @@ _REPLAY_FLAGS = tuple(
     for flag in (*_MODEL_FLAGS, *_ROUTER_FLAGS)
     if flag[0] in ("model", "workers", "block-size", "max-num-seqs", "eviction", "seed")
 )
+_REPLAY_OWN_FLAGS = (
+    ("routers", "N", "Routers that requests are dealt to in turn; default: 1."),
+    ("rate", "R", "Mean requests for each second; default: the trace's own times."),
+    ("load", "L", "The same, as a multiple of what this fleet serves under round_robin at most."),
+    ("cache-blocks", "N", "KV blocks for each worker; default: what fits the profile's GPU."),
+    ("max-prompt-tokens", "N", "Longer prompts are cut to this."),
+    ("skip", "N", "Requests left out at the trace's beginning."),
+    ("limit", "N", "Most requests replayed; default: all, and 1000 of a made-up trace."),
+    ("slo-ttft-s", "S", "Longest time to first token that is good; default: 2."),
+    ("slo-itl-s", "S", "Longest mean time between an answer's tokens that is good; default: any."),
+    ("profile", "NAME|FILE", "What an engine's steps cost: 13b-a100 (default), 13b-h100, or a file."),
+    ("lag-s", "S", "One way between a router and a worker, and from a worker to the directory; default: 0."),
+)
+"""Arguments of `replay` alone, which checks them."""
 _BATCH_FLAGS = (("max-in-flight", "N", "Batch rows under way at once."),)
 _COMMON_FLAGS = (
     ("run-dir", "DIR", "Where `up` writes what it started; default: the user's run folder."),
@@ -174,22 +188,11 @@ def _add_pin_commands(commands: Any) -> None:
 def _add_replay_command(commands: Any) -> None:
     groups = (("fleet", _REPLAY_FLAGS), ("general", _COMMON_FLAGS))
     replay = _add_command(commands, "replay", "simulate what a fleet would do with recorded traffic", groups)
-    replay.add_argument(
-        "trace", metavar="TRACE", help="A trace file, or one made up: conversations, system_prompts, flood."
-    )
-    replay.add_argument("--policy", dest="policies", default="cost", metavar="NAME,NAME", help="Policies to compare.")
-    replay.add_argument("--routers", default="1", metavar="N", help="Routers that requests are dealt to in turn.")
-    replay.add_argument("--rate", metavar="R", help="Mean requests for each second; default: the trace's own times.")
-    replay.add_argument("--load", metavar="L", help="The same, over what this fleet serves under round_robin at most.")
+    replay.add_argument("trace", metavar="TRACE", help="A file, or made up: conversations, system_prompts, flood.")
+    replay.add_argument("--policy", dest="policies", metavar="NAME,NAME", help="Policies to compare; default: cost.")
+    for flag, metavar, text in _REPLAY_OWN_FLAGS:
+        replay.add_argument(f"--{flag}", metavar=metavar, help=text)
     replay.add_argument("--spread", action="store_true", help="Spread requests of one time over that until the next.")
-    replay.add_argument("--cache-blocks", metavar="N", help="KV blocks for each worker; default: what fits the GPU.")
-    replay.add_argument("--max-prompt-tokens", metavar="N", help="Longer prompts are cut to this.")
-    replay.add_argument("--skip", default="0", metavar="N", help="Requests left out at the trace's beginning.")
-    replay.add_argument("--limit", metavar="N", help="Most requests replayed; default: all, and 1000 where made up.")
-    replay.add_argument("--slo-ttft-s", default="2", metavar="S", help="Longest time to first token that is good.")
-    replay.add_argument("--slo-itl-s", metavar="S", help="Longest mean time between an answer's tokens that is good.")
-    replay.add_argument("--profile", default="13b-a100", metavar="NAME|FILE", help="What an engine's steps cost.")
-    replay.add_argument("--lag-s", default="0", metavar="S", help="Age of what routers know of workers.")
     replay.add_argument("--plot", type=Path, metavar="OUT.png", help="Draw waiting times and hit ratios.")
     replay.add_argument("--json", action="store_true", help="Print one JSON line for each policy.")
 

@@ -47,7 +47,7 @@ class ReplayOptions(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     trace: str = Field(min_length=1)
-    policies: str
+    policies: str = "cost"
     routers: int = Field(1, ge=1, le=256)
     rate: float | None = Field(None, gt=0)
     load: float | None = Field(None, gt=0)
@@ -104,6 +104,8 @@ class Replay:
         """The replay in one line, for people."""
         spec, rate_per_s = self.spec, self.workload.rate_per_s
         arriving = "all at once" if rate_per_s is None else f"{rate_per_s:.2f} a second"
+        if rate_per_s is not None and self.saturated_rate_per_s is not None:
+            arriving += f" ({rate_per_s / self.saturated_rate_per_s:.2f} of what saturates round_robin)"
         return (
             f"{counted(len(self.workload), 'request')}, {arriving}; "
             f"{counted(spec.num_workers, 'worker')} ({self.profile_name}, {self.num_blocks:,} KV blocks of "

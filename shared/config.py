@@ -19,6 +19,8 @@ from shared.errors import ConfigError
 ENVIRONMENT_PREFIX = "KVROUTE_"
 TEST_PREFIX = "KVROUTE_TEST_"
 """Variables of the test suite, which are no settings; no setting's name may start with `test_`."""
+TRACE_DIR_VARIABLE = "KVROUTE_TRACE_DIR"
+"""Where tests and benchmarks find recorded traces; no setting either."""
 
 EvictionName = Literal["lru", "shared_first", "adaptive", "stock"]
 MIN_BLOCK_SIZE_TOKENS, MAX_BLOCK_SIZE_TOKENS = 16, 256
@@ -170,6 +172,8 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         found["ray_address"] = environment["RAY_ADDRESS"]
     for variable, text in environment.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable.startswith(TEST_PREFIX):
+            continue
+        if variable == TRACE_DIR_VARIABLE:
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if name == "engine_args":

@@ -6,8 +6,8 @@ rate of arrivals over what round robin serves when saturated. Several routers se
 to 16,384 tokens. A seed draws where within its tick of 3 s a request of Mooncake's trace arrives and all that policies
 draw; of a made-up trace it draws the trace as well. All policies get the same arrivals and the same eviction rule.
 
-Without `--proof` a short part runs. Finished runs are kept in `--results` and not run again: remove the file after a
-change of the code. All figures are simulated, and the same on every machine.
+Without `--proof` a short part runs, with peers as they come. Runs that stand in `--results` are not run again; those of
+other code are told of, and stay until the file is removed. All figures are simulated, the same on every machine.
 """
 
 from __future__ import annotations
@@ -209,7 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tune-loads", type=_listed(float), metavar="L,L", help="fewer loads, each for those near it")
     parser.add_argument("--untuned", action="store_true", help="peers as they come, without a tuning")
     parser.add_argument("--processes", type=int, default=1, metavar="N")
-    parser.add_argument("--results", type=Path, default=Path("out/bench_routing.jsonl"), metavar="FILE")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="finished runs; of a proof out/bench_routing.jsonl"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON line in place of tables")
     given = parser.parse_args(arguments)
 
@@ -231,7 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     ]
     is_tuned = not given.untuned and (given.proof or given.requests is not None)
-    results = Results(given.results)
+    path = given.results or (Path("out/bench_routing.jsonl") if given.proof else None)
+    results = Results(path)
+    if results.num_outdated:
+        _say(f"{results.num_outdated} of the runs in {path} are of other code; remove it to run them again")
     comparison = Comparison(
         results,
         peers=peers,

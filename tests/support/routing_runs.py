@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
+from hashlib import blake2b
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -109,18 +110,22 @@ Figures = dict[str, Any]
 
 
 class Results:
-    """Finished runs, one JSON line each in a file that is appended to. A torn last line is run again."""
+    """Finished runs, one JSON line each in a file that is appended to, where there is one.
 
-    def __init__(self, path: Path) -> None:
+    A torn last line is run again. Runs of other code count, and are counted in `num_outdated`.
+    """
+
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._key_to_figures: dict[str, Figures] = {}
-        if path.exists():
-            for line in path.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):
-                    row = json.loads(line)
-                    self._key_to_figures[json.dumps(row["run"])] = row["figures"]
-            whole = path.read_bytes().rpartition(b"\n")
-            os.truncate(path, len(whole[0]) + len(whole[1]))
+        self._code = code_fingerprint()
+        self.num_outdated = 0
+        if path is not None and path.exists():
+            *lines, torn = path.read_bytes().split(b"\n")
+            os.truncate(path, path.stat().st_size - len(torn))
+            for row in map(json.loads, lines):
+                self._key_to_figures[json.dumps(row["run"])] = row["figures"]
+                self.num_outdated += row["code"] != self._code
 
     def __contains__(self, run: Run) -> bool:
         return run.key in self._key_to_figures
@@ -130,10 +135,18 @@ class Results:
 
     def add(self, run: Run, figures: Figures) -> None:
         """Keep one finished run. Modifies the file."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"run": asdict(run), "figures": figures}) + "\n")
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"run": asdict(run), "figures": figures, "code": self._code}) + "\n")
         self._key_to_figures[run.key] = figures
+
+
+def code_fingerprint() -> str:
+    """Stands for the product's source as it is."""
+    root = Path(__file__).parents[2]
+    paths = sorted(path for room in ("router", "shared", "worker") for path in (root / room).rglob("*.py"))
+    return blake2b(b"".join(path.read_bytes() for path in paths), digest_size=8).hexdigest()
 
 
 def grid(peer: str) -> list[str]:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from router.traces import TraceRequest, parse_trace
+from shared.config import TEST_PREFIX, TRACE_DIR_VARIABLE
 
-TRACE_DIR_VARIABLES = ("KVROUTE_TEST_TRACE_DIR", "KVROUTE_TRACE_DIR")
+TRACE_DIR_VARIABLES = (f"{TEST_PREFIX}TRACE_DIR", TRACE_DIR_VARIABLE)
 TRACE_NAME = "mooncake_conversation_head6000.jsonl"
 _ROOT = Path(__file__).parents[2]
 

@@ -16,16 +16,9 @@ from router.simulation import FleetResult, FleetSpec
 from shared.config import Settings
 from shared.errors import ConfigError
 from tests.support.fake_fleet import FakeFleet, outcome, result
-from tests.support.traces import TRACE_DIR_VARIABLES, lines, mooncake, parsed
+from tests.support.traces import lines, mooncake, parsed
 
 SLO = Slo(2.0)
-
-
-@pytest.fixture(autouse=True)
-def _without_trace_dir(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command takes every other variable of ours for a setting."""
-    for variable in TRACE_DIR_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
 
 
 def figures(found: FleetResult, slo: Slo = SLO, possible_cached_tokens: int = 100) -> PolicyReport:

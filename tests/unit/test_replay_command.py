@@ -11,16 +11,9 @@ import pytest
 from router.cli import main
 from tests.support.batches import chat_row, token_row
 from tests.support.tokenizers import write_model_folder
-from tests.support.traces import TRACE_DIR_VARIABLES, lines, logged
+from tests.support.traces import lines, logged
 
 SMALL = ("--workers", "3", "--limit", "40", "--cache-blocks", "400")
-
-
-@pytest.fixture(autouse=True)
-def _without_trace_dir(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command takes every other variable of ours for a setting."""
-    for variable in TRACE_DIR_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
 
 
 def replayed(capsys: Any, *arguments: str | Path) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.bench_routing import Comparison, compare, rows_text
+from tests.support import routing_runs
 from tests.support.routing_runs import PEERS, Cell, Figures, Results, Run, grid, run_all, saturation
 
 CELL = Cell("flood", 860, 1, 0.7)
@@ -100,3 +101,19 @@ def test_every_value_is_tried_once_and_the_defaults_first(peer: str):
     texts = grid(peer)
     assert texts[0] == peer
     assert len(set(texts)) == len(texts) >= 10
+
+
+def test_runs_of_other_code_are_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "r.jsonl"
+    run = Run("flood", 860, 1, 1.3, "measure", 5, 2, "cost")
+    Results(path).add(run, figures(run))
+    assert Results(path).num_outdated == 0
+    monkeypatch.setattr(routing_runs, "code_fingerprint", lambda: "other")
+    kept = Results(path)
+    assert (kept.num_outdated, kept[run]) == (1, figures(run))
+
+
+def test_without_a_file_runs_are_kept_in_memory():
+    results, run = Results(None), Run("flood", 860, 1, 1.3, "measure", 5, 2, "cost")
+    results.add(run, figures(run))
+    assert (run in results, results.num_outdated) == (True, 0)
