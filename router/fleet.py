@@ -14,6 +14,7 @@ from functools import partial
 from router.bookings import Booking, Claims
 from router.loads import Column, Fixed, LoadTable
 from router.policies.base import Loads
+from router.suspicion import Suspicion
 from shared.directory.base import Directory, WorkerRecord
 from shared.errors import AuthenticationFailed, DirectoryUnavailable, KvrouteError, WorkerLost
 from shared.hashing import pack_tokens
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 _REST_S = 1.0
 """How long a worker that broke or answered busy is passed over when it names no time itself."""
 _MAX_REST_S = 30.0
-_MAX_FAILURES = 5
-"""Failures in a row that make a worker suspect. One bad request fails a worker only as often as it is attempted."""
 _PROBE_TIMEOUT_S = 10.0
 
 Connect = Callable[[WorkerRecord, OnChange], WorkerClient]
@@ -48,20 +47,6 @@ class _Member:
     """Its place among the loads, if it may be sent to."""
 
 
-@dataclass(slots=True)
-class _Suspect:
-    """What speaks against one life of a worker; once it has a delay it is open, with probes in place of traffic."""
-
-    num_failures: int = 0
-    """Failures since the last request that it finished."""
-    delay_s: float = 0.0
-    retry_at_s: float = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return self.delay_s > 0.0
-
-
 class Fleet:
     """Owns membership, connections, bookings and suspicion.
 
@@ -70,7 +55,7 @@ class Fleet:
     stands is better proof of life than a lease that the store has lost. With `only`, workers of other names are left
     to the deployments that started them.
 
-    A worker that cannot be reached, or that broke `_MAX_FAILURES` requests in a row, is suspect: it gets a probe after
+    A worker that cannot be reached, or that broke `MAX_FAILURES` requests in a row, is suspect: it gets a probe after
     growing pauses and nothing else until one succeeds. Refusals and busy answers are no failures.
     """
 
@@ -95,12 +80,13 @@ class Fleet:
         self._only = only
         self._refresh_s = refresh_s
         self._members: dict[WorkerId, _Member] = {}
+        self._worker_to_instance: Mapping[WorkerId, Instance] | None = None
         self._table = LoadTable()
         self._is_roll_due = True
         """Whether who may be sent to has changed since the last roll call."""
         self._unwritten: set[WorkerId] = set()
         """Workers with news that their columns do not show yet."""
-        self._suspects: dict[Instance, _Suspect] = {}
+        self._suspicion = Suspicion(clock)
         self.num_routers = 1
         """Live routers of these workers, this one among them."""
         self._num_booked = 0
@@ -113,8 +99,10 @@ class Fleet:
 
     @property
     def worker_to_instance(self) -> Mapping[WorkerId, Instance]:
-        """Every member and the life of it that this router is connected to."""
-        return {worker: member.client.instance for worker, member in self._members.items()}
+        """Every member and the life of it that this router is connected to. The same object until that changes."""
+        if self._worker_to_instance is None:
+            self._worker_to_instance = {worker: member.client.instance for worker, member in self._members.items()}
+        return self._worker_to_instance
 
     async def start(self) -> None:
         """Join the workers that the directory names now, and follow it from then on."""
@@ -129,6 +117,7 @@ class Fleet:
         for member in list(self._members.values()):
             await _disconnect(member)
         self._members.clear()
+        self._worker_to_instance = None
         self._unwritten.clear()
         self._is_roll_due = True
 
@@ -144,7 +133,7 @@ class Fleet:
             return "away"
         if member.record.is_draining or (status is not None and status.is_draining):
             return "draining"
-        if self._is_open(member.client.instance):
+        if self._suspicion.is_open(member.client.instance):
             return "suspected"
         return "resting" if member.rest_until_s > now_s else "ready"
 
@@ -253,21 +242,19 @@ class Fleet:
 
     def note_failure(self, booking: Booking, error: Exception) -> None:
         """Count a broken connection or a failure of the engine against the worker. Modifies."""
-        suspect = self._suspects.setdefault(booking.instance, _Suspect())
-        suspect.num_failures += 1
-        if suspect.num_failures >= _MAX_FAILURES and not suspect.is_open:
+        num_failures = self._suspicion.note_failure(booking.instance)
+        if num_failures:
             logger.warning(
                 "worker %s failed %s requests in a row (%s): it gets none until a probe succeeds",
                 booking.worker,
-                suspect.num_failures,
+                num_failures,
                 error,
             )
-            self._postpone(suspect)
+            self._is_roll_due = True
 
     def note_finished(self, booking: Booking) -> None:
         """A request came to its end: what spoke against the worker is void, unless it waits for a probe. Modifies."""
-        if not self._is_open(booking.instance):
-            self._suspects.pop(booking.instance, None)
+        self._suspicion.note_finished(booking.instance)
 
     async def refresh(self) -> None:
         """Bring membership in line with the directory and with the connections that stand. Modifies."""
@@ -278,7 +265,7 @@ class Fleet:
                 if self._only is None or record.info.worker in self._only
             }
             known = {record.info.instance for record in records.values()} | set(self.worker_to_instance.values())
-            self._suspects = {instance: suspect for instance, suspect in self._suspects.items() if instance in known}
+            self._suspicion.keep(known)
         except DirectoryUnavailable:
             records = {}
         for worker, member in list(self._members.items()):
@@ -292,13 +279,18 @@ class Fleet:
         joining = [
             record
             for worker, record in sorted(records.items())
-            if worker not in self._members and self._may_try(record.info.instance)
+            if worker not in self._members and self._suspicion.may_try(record.info.instance)
         ]
         await asyncio.gather(*(self._join(record) for record in joining))
         for member in self._members.values():
             self._check_state(member)
             instance = member.client.instance
-            if self._is_open(instance) and self._may_try(instance) and member.client.is_connected and not member.probe:
+            if (
+                self._suspicion.is_open(instance)
+                and self._suspicion.may_try(instance)
+                and member.client.is_connected
+                and not member.probe
+            ):
                 member.probe = asyncio.create_task(self._probe(member), name=f"probe-{member.record.info.worker}")
 
     async def _follow(self) -> None:
@@ -317,17 +309,12 @@ class Fleet:
             await client.connect()
         except (WorkerLost, AuthenticationFailed) as error:
             await client.close()
-            unreached = self._suspects.setdefault(instance, _Suspect())
-            if not unreached.is_open:
+            if self._suspicion.note_unreached(instance):
                 logger.warning(
                     "worker %s cannot be reached (%s): it is tried again after growing pauses", worker, error
                 )
-            self._postpone(unreached)
             return
-        known = self._suspects.get(instance)
-        if known is not None and known.num_failures < _MAX_FAILURES:
-            # It answers, which ends its silence; the requests that it broke still count.
-            known.delay_s = known.retry_at_s = 0.0
+        self._suspicion.note_reached(instance)
         is_cache_aware = record.info.parity_key == self._parity_key
         if not is_cache_aware:
             logger.error(
@@ -337,12 +324,14 @@ class Fleet:
                 record.info.scheme.namespace,
             )
         self._members[worker] = _Member(record, client, is_cache_aware, last_booking=self._num_booked)
+        self._worker_to_instance = None
         self._is_roll_due = True
         logger.info("worker %s joined (%s at %s)", worker, record.info.engine, record.info.address)
         self._on_change()
 
     async def _leave(self, worker: WorkerId, reason: str) -> None:
         member = self._members.pop(worker)
+        self._worker_to_instance = None
         logger.warning("worker %s left: %s", worker, reason)
         self._is_roll_due = True
         self._unwritten.discard(worker)
@@ -364,27 +353,14 @@ class Fleet:
                         pass
         except (KvrouteError, TimeoutError) as error:
             logger.debug("probe of worker %s failed: %s", worker, error)
-            self._postpone(self._suspects.setdefault(instance, _Suspect(_MAX_FAILURES)))
+            self._suspicion.note_probe(instance, is_well=False)
         else:
             logger.warning("worker %s answers again", worker)
-            self._suspects.pop(instance, None)
+            self._suspicion.note_probe(instance, is_well=True)
             self._is_roll_due = True
             self._on_change()
         finally:
             member.probe = None
-
-    def _postpone(self, suspect: _Suspect) -> None:
-        suspect.delay_s = min(suspect.delay_s * 2, _MAX_REST_S) if suspect.is_open else _REST_S
-        suspect.retry_at_s = self._clock() + suspect.delay_s
-        self._is_roll_due = True
-
-    def _is_open(self, instance: Instance) -> bool:
-        suspect = self._suspects.get(instance)
-        return suspect is not None and suspect.is_open
-
-    def _may_try(self, instance: Instance) -> bool:
-        suspect = self._suspects.get(instance)
-        return suspect is None or suspect.retry_at_s <= self._clock()
 
 
 async def _disconnect(member: _Member) -> None:

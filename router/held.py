@@ -40,12 +40,19 @@ class Held:
 class HeldTable:
     """Owns the rows of the requests that wait. Rows are dense: the last one moves to where one is taken out.
 
+    Requests with a common beginning are found by their keys at depths 0, 1, 2, 4, 8 and so on, which are few even of
+    the longest prompt; a request is written to that index when somebody asks, since most leave at once.
+
     `matched_tokens` has a column for each worker, and all of it is void when the workers change: `relay` begins anew.
     """
 
     def __init__(self) -> None:
         self._held: list[Held] = []
         self._num_workers = 0
+        self.num_excluding = 0
+        """Requests that some worker has failed."""
+        self._key_to_sharing: dict[BlockKey, set[Held]] = {}
+        self._unindexed: dict[Held, None] = {}
         self._allocate(_FIRST_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:
@@ -104,6 +111,8 @@ class HeldTable:
         if row == len(self._ordinals):
             self._allocate(2 * row)
         self._held.append(held)
+        self._unindexed[held] = None
+        self.num_excluding += bool(held.excluded)
         self._ordinals[row] = held.ordinal
         self._num_prompt_tokens[row] = held.request.num_prompt_tokens
         self._demand_blocks[row] = held.demand_blocks
@@ -125,6 +134,29 @@ class HeldTable:
     def settle(self, held: Held) -> None:
         """The request is bound: it is no backlog any more. Modifies; it stays in the table until it is removed."""
         self._own_tokens[held.row] = 0
+        self._unindex(held)
+
+    def sharing(self, keys: Sequence[BlockKey], depth: int) -> list[Held]:
+        """Who has the chain's block at `depth`, hence all before it, too; nobody who is bound. Modifies the index."""
+        for held in self._unindexed:
+            for key in _marks(held.keys):
+                self._key_to_sharing.setdefault(key, set()).add(held)
+        self._unindexed.clear()
+        mark = 1 << (depth.bit_length() - 1) if depth else 0
+        sharing = self._key_to_sharing.get(keys[mark], ())
+        key = keys[depth]
+        return [held for held in sharing if len(held.keys) > depth and held.keys[depth] == key]
+
+    def _unindex(self, held: Held) -> None:
+        if held in self._unindexed:
+            del self._unindexed[held]
+            return
+        for key in _marks(held.keys):
+            sharing = self._key_to_sharing.get(key)
+            if sharing is not None:
+                sharing.discard(held)
+                if not sharing:
+                    del self._key_to_sharing[key]
 
     def remove(self, held: Held) -> None:
         """Take a request out, if it is there. Modifies, and moves another row."""
@@ -132,6 +164,8 @@ class HeldTable:
         if row is None:
             return
         held.row = None
+        self.num_excluding -= bool(held.excluded)
+        self._unindex(held)
         last = len(self._held) - 1
         if row != last:
             moved = self._held[row] = self._held[last]
@@ -146,7 +180,7 @@ class HeldTable:
         self._matched_tokens = np.zeros((len(self._ordinals), num_workers), dtype=np.int64)
         self._waits_for[:] = num_workers
 
-    def requests(self, rows: Ints, now_s: float) -> Requests:
+    def requests(self, rows: Ints | slice, now_s: float) -> Requests:
         """What policies may know of these rows, in this order."""
         return Requests(
             ordinals=self._ordinals[rows],
@@ -160,9 +194,9 @@ class HeldTable:
 
     def most_urgent(self, urgency: Floats, is_parked: Flags, limit: int) -> Ints:
         """At most `limit` rows, the most urgent first, parked ones only where the others are fewer."""
-        rows: Ints = np.flatnonzero(~is_parked)
+        (rows,) = (~is_parked).nonzero()
         if len(rows) < limit:
-            parked = np.flatnonzero(is_parked)
+            (parked,) = is_parked.nonzero()
             rows = np.concatenate((rows, _largest(parked, urgency[parked], limit - len(rows))))
         else:
             rows = _largest(rows, urgency[rows], limit)
@@ -183,6 +217,14 @@ class HeldTable:
             self._waits_for,
             self._matched_tokens,
         )
+
+
+def _marks(keys: Sequence[BlockKey]) -> Iterator[BlockKey]:
+    """Keys at depth 0 and at all powers of two."""
+    depth = 0
+    while depth < len(keys):
+        yield keys[depth]
+        depth = depth * 2 or 1
 
 
 def _largest(rows: Ints, values: Floats, limit: int) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +38,9 @@ class Hints:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._key_to_bits: dict[BlockKey, int] = {}
-        self._worker_to_counts: dict[WorkerId, Counter[BlockKey]] = {}
+        self._worker_to_more: dict[WorkerId, dict[BlockKey, int]] = {}
+        """For each worker the keys that several promises share: how many there are beside the first."""
+        self._worker_to_num_promises: dict[WorkerId, int] = {}
         self._worker_to_bit: dict[WorkerId, int] = {}
         self._workers: list[WorkerId | None] = []
         """By number of their bit; `None` where the number is free."""
@@ -57,13 +59,17 @@ class Hints:
         self._live.add(promise)
         if keys:
             bit = self._bit_of(worker)
-            counts = self._worker_to_counts.setdefault(worker, Counter())
-            num_known = self._depth(keys, bit)
-            counts.update(keys)
-            key_to_bits = self._key_to_bits
-            for key in keys[num_known:]:
-                key_to_bits[key] = key_to_bits.get(key, 0) | bit
-            self._tell(promise, num_known)
+            self._worker_to_num_promises[worker] += 1
+            key_to_bits, key_to_more = self._key_to_bits, self._worker_to_more[worker]
+            num_own = self._depth(keys, bit)
+            num_known = self._num_known(keys, num_own)
+            for key in keys[:num_own]:
+                key_to_more[key] = key_to_more.get(key, 0) + 1
+            for key in keys[num_own:num_known]:
+                key_to_bits[key] |= bit
+            # Most keys of most prompts: all at once.
+            key_to_bits.update(dict.fromkeys(keys[num_known:], bit))
+            self._tell(promise, num_own)
         return promise
 
     def settle(self, promise: Promise) -> None:
@@ -77,24 +83,28 @@ class Hints:
         self._live.discard(promise)
         if not promise.keys:
             return
-        bit = self._worker_to_bit[promise.worker]
-        counts = self._worker_to_counts[promise.worker]
+        worker = promise.worker
+        bit, key_to_bits, key_to_more = self._worker_to_bit[worker], self._key_to_bits, self._worker_to_more[worker]
         num_left = 0
         for key in promise.keys:
-            count = counts[key] - 1
-            if count:
-                counts[key] = count
-                num_left += 1
-                continue
-            del counts[key]
-            bits = self._key_to_bits[key] ^ bit
-            if bits:
-                self._key_to_bits[key] = bits
+            more = key_to_more.get(key)
+            if more is None:
+                break
+            num_left += 1
+            if more > 1:
+                key_to_more[key] = more - 1
             else:
-                del self._key_to_bits[key]
-        if not counts:
-            del self._worker_to_counts[promise.worker]
-            self._workers[self._worker_to_bit.pop(promise.worker).bit_length() - 1] = None
+                del key_to_more[key]
+        for key in promise.keys[num_left:]:
+            bits = key_to_bits[key]
+            if bits == bit:
+                del key_to_bits[key]
+            else:
+                key_to_bits[key] = bits ^ bit
+        self._worker_to_num_promises[worker] -= 1
+        if not self._worker_to_num_promises[worker]:
+            del self._worker_to_num_promises[worker], self._worker_to_more[worker]
+            self._workers[self._worker_to_bit.pop(worker).bit_length() - 1] = None
         self._tell(promise, num_left)
 
     def forget(self, worker: WorkerId) -> None:
@@ -144,10 +154,24 @@ class Hints:
                 high = middle
         return low
 
+    def _num_known(self, keys: Sequence[BlockKey], start: int) -> int:
+        """How many leading blocks of `keys` anybody is promised, at least `start`."""
+        key_to_bits = self._key_to_bits
+        low, high = start, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] in key_to_bits:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
     def _bit_of(self, worker: WorkerId) -> int:
         bit = self._worker_to_bit.get(worker)
         if bit is None:
             number = self._workers.index(None) if None in self._workers else len(self._workers)
             self._workers[number : number + 1] = [worker]
             bit = self._worker_to_bit[worker] = 1 << number
+            self._worker_to_more[worker] = {}
+            self._worker_to_num_promises[worker] = 0
         return bit

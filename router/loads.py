@@ -136,9 +136,11 @@ class LoadTable:
 
     def _prefill_s_per_token(self, measured: Floats, last_bookings: Ints) -> Floats:
         """What workers have measured, and the typical speed for those that have not, or not of late."""
+        overlooked_before = self._num_booked - _OVERLOOKED_AFTER * len(measured)
+        if not len(measured) or (measured.min() > 0.0 and last_bookings.min() >= overlooked_before):
+            return measured
         known = np.sort(measured[measured > 0.0])
         # The lower median: a speed that some worker really has.
         typical = known[(len(known) - 1) // 2] if len(known) else _NOMINAL_PREFILL_S_PER_TOKEN
         told = np.where(measured > 0.0, measured, typical)
-        is_overlooked = last_bookings < self._num_booked - _OVERLOOKED_AFTER * len(measured)
-        return np.where(is_overlooked, np.minimum(told, typical), told)
+        return np.where(last_bookings < overlooked_before, np.minimum(told, typical), told)

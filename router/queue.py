@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -153,12 +154,14 @@ class HoldQueue:
         self._num_taken += 1
         self._num_held += 1
         try:
-            async with asyncio.timeout(self._timeout_s):
-                if self._policy.is_cache_aware:
-                    held.worker_to_match = await self._match(keys)
-                self._arrive(held)
-                placement: Placement = await held.placed
-                return placement
+            if self._policy.is_cache_aware:
+                held.worker_to_match = await self._match(keys)
+            self._arrive(held)
+            if not held.placed.done():
+                async with asyncio.timeout(self._timeout_s):
+                    await held.placed
+            placement: Placement = held.placed.result()
+            return placement
         except TimeoutError:
             if _is_bound(held.placed):
                 bound: Placement = held.placed.result()
@@ -210,35 +213,49 @@ class HoldQueue:
                 self._is_pass_due = False
                 self._num_passes += 1
                 self._column_to_reserved.clear()
-            if len(loads) and len(self._table):
-                self._weigh(loads, newcomer)
+            if not len(loads) or not len(self._table):
+                return
+            if newcomer is not None:
+                self._weigh_one(loads, newcomer)
+            elif self._policy.is_late_binding:
+                self._weigh_all(loads)
+            else:
+                for held in sorted(self._table, key=lambda held: held.ordinal):
+                    self._weigh_one(self._fleet.loads(), held)
         except Exception as error:
             # A fault in a policy must reach whoever waits for it, not end the queue in silence.
             logger.exception("deciding failed")
             self._fail_all(KvrouteError(f"routing failed: {error}"))
 
-    def _weigh(self, loads: Loads, newcomer: Held | None) -> None:
+    def _weigh_one(self, loads: Loads, held: Held) -> None:
+        """Bind one request if its best worker may be sent to now."""
+        assert held.row is not None, "what is weighed is in the table"
+        rows = slice(held.row, held.row + 1)
+        requests = self._table.requests(rows, self._clock())
+        costs = self._policy.costs(requests, loads, self._fleet_state(loads), self._rng)
+        costs = self._barred(costs, np.array([held.row]))
+        column = int(costs.best(loads)[0])
+        self._table.waits_for[rows] = column
+        if costs.total[0, column] < math.inf and (costs.can_send is None or costs.can_send[0, column]):
+            self._bind(held, loads.workers[column], Ranking.of_row(costs, loads, requests, 0, column))
+            self._table.remove(held)
+
+    def _weigh_all(self, loads: Loads) -> None:
+        """Bind all requests that may be sent now, the most urgent first, as far as one pass looks."""
         now_s = self._clock()
         fleet = self._fleet_state(loads)
         is_ready = self._is_ready(loads, fleet, now_s)
-        if newcomer is not None:
-            assert newcomer.row is not None, "a newcomer is in the table"
-            rows = np.array([newcomer.row])
-        elif is_ready.any():
-            rows = self._in_order(fleet, is_ready, now_s)
-            self._ask_again(rows)
-        else:
+        if not is_ready.any():
             return
-        num_together = len(rows) if self._policy.is_late_binding else 1
+        rows = self._in_order(fleet, is_ready, now_s)
+        self._ask_again(rows)
         bound: list[Held] = []
-        start = 0
-        while start < len(rows) and is_ready.any():
-            part = rows[start : start + num_together]
-            requests = self._table.requests(part, now_s)
-            costs = self._barred(self._policy.costs(requests, loads, fleet, self._rng), part)
+        while len(rows) and is_ready.any():
+            requests = self._table.requests(rows, now_s)
+            costs = self._barred(self._policy.costs(requests, loads, fleet, self._rng), rows)
             best = costs.best(loads)
-            pairs = np.arange(len(part)), best
-            can_send = np.isfinite(costs.total[pairs])
+            pairs = np.arange(len(rows)), best
+            can_send = costs.total[pairs] < math.inf
             if costs.can_send is not None:
                 can_send &= costs.can_send[pairs]
             is_decided = can_send
@@ -246,22 +263,22 @@ class HoldQueue:
                 # Else small requests would take every block that comes free, and the large one would wait for ever.
                 is_out_of_patience = requests.age_s > _PATIENCE_PREFILLS * fleet.mean_full_s
                 is_decided = can_send | (costs.lacks_blocks[pairs] & is_out_of_patience)
-            num_waiting = int(is_decided.argmax()) if is_decided.any() else len(part)
-            self._table.waits_for[part[: num_waiting + 1]] = best[: num_waiting + 1]
-            start += num_waiting + 1
-            if num_waiting == len(part):
-                continue
-            held, column = self._table[part[num_waiting]], int(best[num_waiting])
-            if can_send[num_waiting]:
-                self._bind(held, loads.workers[column], Ranking.of_row(costs, loads, requests, num_waiting, column))
+            at = int(is_decided.argmax())
+            if not is_decided[at]:
+                self._table.waits_for[rows] = best
+                break
+            self._table.waits_for[rows[: at + 1]] = best[: at + 1]
+            held, column = self._table[rows[at]], int(best[at])
+            if can_send[at]:
+                self._bind(held, loads.workers[column], Ranking.of_row(costs, loads, requests, at, column))
                 bound.append(held)
-                if start < len(rows):
-                    loads = self._fleet.loads()
-                    fleet = self._fleet_state(loads)
-                    is_ready = self._is_ready(loads, fleet, now_s)
+                loads = self._fleet.loads()
+                fleet = self._fleet_state(loads)
+                is_ready = self._is_ready(loads, fleet, now_s)
             else:
                 self._column_to_reserved[column] = held
                 is_ready[column] = False
+            rows = rows[at + 1 :]
         for held in bound:
             self._table.remove(held)
 
@@ -275,8 +292,6 @@ class HoldQueue:
     def _in_order(self, fleet: FleetState, is_ready: Flags, now_s: float) -> Ints:
         """The rows to look at. Who waits for a busy worker must not keep others from being looked at."""
         table = self._table
-        if not self._policy.is_late_binding:
-            return table.ordinals.argsort()
         own_s: Floats = np.multiply(table.own_tokens, fleet.prefill_s_per_token)
         urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, fleet)
         is_parked = ~np.append(is_ready, True)[table.waits_for]
@@ -285,15 +300,17 @@ class HoldQueue:
 
     def _barred(self, costs: Costs, rows: Ints) -> Costs:
         """Infinite where a worker is reserved, or has failed a request that has others left."""
-        excluding = [index for index, row in enumerate(rows.tolist()) if self._table[row].excluded]
-        if not excluding and not self._column_to_reserved:
+        if not self._column_to_reserved and not self._table.num_excluding:
             return costs
         total = costs.total.copy()
-        total[:, list(self._column_to_reserved)] = np.inf
-        for index in excluding:
-            is_excluded = np.isin(np.array(self._workers), list(self._table[rows[index]].excluded))
-            if np.isfinite(total[index, ~is_excluded]).any():
-                total[index, is_excluded] = np.inf
+        total[:, list(self._column_to_reserved)] = math.inf
+        for index, row in enumerate(rows.tolist()):
+            excluded = self._table[row].excluded
+            if excluded:
+                others = total[index].copy()
+                others[[column for column, worker in enumerate(self._workers) if worker in excluded]] = math.inf
+                if others.min() < math.inf:
+                    total[index] = others
         return replace(costs, total=total)
 
     def _bind(self, held: Held, worker: WorkerId, ranking: Ranking) -> None:
@@ -330,10 +347,8 @@ class HoldQueue:
 
     def _take_hint(self, worker: WorkerId, keys: Sequence[BlockKey], depth: int) -> None:
         """Blocks have become promised, or are no more: whoever shares the first of them is credited anew."""
-        key = keys[depth]
-        for held in self._table:
-            if not held.placed.done() and len(held.keys) > depth and held.keys[depth] == key:
-                self._renew_credit(held)
+        for held in self._table.sharing(keys, depth):
+            self._renew_credit(held)
 
     def _renew_credit(self, held: Held) -> None:
         self._table.credit(held, *self._credit.row(held.request, held.keys, held.worker_to_match))
@@ -363,7 +378,7 @@ class HoldQueue:
 
     def _fleet_state(self, loads: Loads) -> FleetState:
         """Means kept in tokens, given in the seconds of this fleet, so that they hold when speeds become known."""
-        prefill_s_per_token = float(loads.prefill_s_per_token.mean())
+        prefill_s_per_token = float(loads.prefill_s_per_token.sum()) / len(loads)
         return FleetState(
             prefill_s_per_token=prefill_s_per_token,
             mean_full_s=self._mean_full_tokens * prefill_s_per_token,

@@ -150,22 +150,25 @@ class Costs:
         best: Ints = self.total.argmin(axis=1)
         if self.tie_hashes is None:
             return best
-        tied = self.total == self.total.min(axis=1, keepdims=True)
-        for row in np.flatnonzero(tied.sum(axis=1) > 1):
-            columns = np.flatnonzero(tied[row])
-            best[row] = columns[rendezvous(self.tie_hashes[row : row + 1], loads.hashes[columns]).argmin()]
+        is_lowest = self.total == self.total.min(axis=1, keepdims=True)
+        (tied,) = (is_lowest.sum(axis=1) > 1).nonzero()
+        if len(tied):
+            weights = rendezvous(self.tie_hashes[tied, None], loads.hashes)
+            best[tied] = np.where(is_lowest[tied], weights, _HEAVIEST).argmin(axis=1)
         return best
 
 
 def rendezvous(hashes: Hashes, worker_hashes: Hashes) -> Hashes:
     """Weights of workers for a hash: highest-random-weight hashing (Thaler and Ravishankar, 1998), lowest first.
 
-    The arrays are broadcast. Both are mixed by the finaliser of splitmix64 (Steele, Lea and Flood, 2014).
+    The arrays are broadcast. Both are hashes already, so that a part of the finaliser of splitmix64 (Steele, Lea and
+    Flood, 2014) is enough to mix them.
     """
-    mixed = hashes ^ worker_hashes
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    mixed = (hashes ^ worker_hashes) * np.uint64(0xBF58476D1CE4E5B9)
+    return (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
+
+
+_HEAVIEST = np.uint64(2**64 - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

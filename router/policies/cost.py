@@ -7,6 +7,7 @@ what keeps caches warm under load, more than any refinement of the score.
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass
 
@@ -48,31 +49,33 @@ class CostPolicy:
     def costs(self, requests: Requests, loads: Loads, fleet: FleetState, rng: random.Random) -> Costs:
         """Seconds; ties by the first block that nobody holds, so that equal prompts agree on who is to compute it."""
         weights = self._weights
+        num_requests = loads.num_requests
         queued_s = loads.queued_prefill_s
         pressure = _pressure(queued_s, fleet)
-        num_requests = loads.num_requests
-        own_s = requests.own_tokens * (weights.own_prefill * loads.prefill_s_per_token)
+        decode_s = loads.decode_s_per_seq * num_requests
         fullness = np.maximum(loads.kv_used_blocks / loads.kv_total_blocks, num_requests / loads.max_num_seqs)
+        own_s: Floats = np.multiply(requests.own_tokens, weights.own_prefill * loads.prefill_s_per_token)
         terms: dict[str, Floats] = {
             "queue_s": queued_s / (1.0 + pressure),
             "fullness_s": weights.fullness * fleet.mean_full_s * fullness,
-            "decode_s": weights.decode * loads.decode_s_per_seq * num_requests,
+            "decode_s": weights.decode * decode_s,
         }
         if fleet.num_routers > 1:
             terms["home_s"] = np.where(loads.is_home, 0.0, weights.away_from_home * fleet.mean_full_s)
         if weights.crowd:
-            terms["crowd_s"] = weights.crowd * _crowd_s(loads)
-        if weights.slot:
+            terms["crowd_s"] = weights.crowd * _crowd_s(loads, decode_s)
+        if weights.slot and not loads.has_free_slot.all():
             terms["slot_s"] = weights.slot * _slot_s(loads, fleet) / (1.0 + pressure)
         is_ready = self.is_ready(loads, fleet, requests.age_s[:, None])
         # A worker that runs nothing takes anything: what it cannot hold it refuses by name; no wait would mend that.
-        free_blocks = np.where(num_requests > 0, loads.kv_total_blocks - loads.kv_used_blocks, _UNLIMITED)
+        free_blocks = np.where(num_requests, loads.kv_total_blocks - loads.kv_used_blocks, _UNLIMITED)
         fits = requests.demand_blocks[:, None] <= free_blocks
+        can_send = is_ready & fits
         return Costs(
-            total=own_s + sum(terms.values()),
+            total=own_s + functools.reduce(np.add, terms.values()),
             tie_hashes=requests.next_hashes,
-            can_send=is_ready & fits,
-            lacks_blocks=is_ready & ~fits,
+            can_send=can_send,
+            lacks_blocks=is_ready ^ can_send,
             terms={"own_s": own_s, **terms},
         )
 
@@ -98,10 +101,9 @@ def _pressure(queued_s: Floats, fleet: FleetState) -> float:
     return float(queued_s.sum() + fleet.backlog_s) / (len(queued_s) * fleet.mean_full_s)
 
 
-def _crowd_s(loads: Loads) -> Floats:
-    step_s = loads.step_s + loads.decode_s_per_seq * loads.num_requests
-    num_over: Floats = np.maximum(loads.num_requests - loads.num_requests.mean(), 0.0)
-    return step_s * num_over
+def _crowd_s(loads: Loads, decode_s: Floats) -> Floats:
+    num_over: Floats = np.maximum(loads.num_requests - loads.num_requests.sum() / len(loads), 0.0)
+    return (loads.step_s + decode_s) * num_over
 
 
 def _slot_s(loads: Loads, fleet: FleetState) -> Floats:

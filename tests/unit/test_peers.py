@@ -133,6 +133,10 @@ class TestLlmDAffinity:
         about = loads(3, queued_prefill_tokens=[100, 300, 0])
         assert winners("llm_d_affinity", requests([0, 448, 0]), about) == {"w1"}
 
+    def test_requests_may_count_in_place_of_tokens(self) -> None:
+        about = loads(3, queued_prefill_tokens=[0, 900, 0], num_requests=[2, 1, 0])
+        assert winners("llm_d_affinity:load_scorer=active_request", requests([640, 640, 0]), about) == {"w1"}
+
     def test_leaves_holders_that_would_start_too_late(self) -> None:
         about = loads(2, queued_prefill_tokens=[20_001, 0])
         asked = requests([640, 0])
@@ -247,6 +251,7 @@ def test_a_knob_out_of_range_is_refused_with_its_name_value_and_range(text: str,
                 "exploration_probability": 0.0,
                 "max_ttft_penalty_ms": 18_000.0,
                 "peak_prefill_throughput": None,
+                "load_scorer": "token_load",
                 "queue_threshold_tokens": 4_194_304,
             },
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -21,8 +22,9 @@ class LlmDAffinityPolicy(EarlyBinding):
 
     `prefix-cache-affinity-filter` keeps the workers that hold a share of the prompt, unless the fastest of them would
     start so much later than the fastest other; then, and where none holds so much, all are kept. `token-load-scorer`
-    takes the one with the fewest uncached tokens in flight, the new request's included. Ties are drawn. The guides
-    have the throughput of prefill measured for each deployment; here it is, by default, that of each worker.
+    takes the one with the fewest uncached tokens in flight, the new request's included; `active-request-scorer`, which
+    is advised where decoding is the bottleneck, the one with the fewest requests. Ties are drawn. The guides have the
+    throughput of prefill measured for each deployment; here it is, by default, that of each worker.
     """
 
     name = "llm_d_affinity"
@@ -36,11 +38,12 @@ class LlmDAffinityPolicy(EarlyBinding):
     """How much later a holder may start; 0 for any time."""
     peak_prefill_throughput: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Tokens per second of every worker; `None` for what each has measured."""
+    load_scorer: Literal["token_load", "active_request"] = Field("token_load")
     queue_threshold_tokens: int = Field(4_194_304, ge=1)
     """Tokens in flight from which workers count as equally loaded."""
 
     def costs(self, requests: Requests, loads: Loads, fleet: FleetState, rng: random.Random) -> Costs:
-        """Tokens in flight on workers that are kept, and more than any of those on others."""
+        """Load of the workers that are kept, in tokens or requests, and more than that for others."""
         has_affinity = resident_share(requests, fleet) >= self.affinity_threshold
         tokens_per_s = self.peak_prefill_throughput or 1.0 / loads.prefill_s_per_token
         start_ms = np.asarray(1e3 * loads.queued_prefill_tokens / tokens_per_s, dtype=np.float64)
@@ -50,11 +53,9 @@ class LlmDAffinityPolicy(EarlyBinding):
         is_explored = np.array([[rng.random() < self.exploration_probability] for _ in range(len(requests))])
         keeps_all = is_too_slow | is_explored | ~has_affinity.any(axis=1, keepdims=True)
         in_flight = np.minimum(loads.queued_prefill_tokens + requests.own_tokens, float(self.queue_threshold_tokens))
-        return Costs(
-            chosen_first(has_affinity | keeps_all, in_flight),
-            drawn_ties(requests, rng),
-            terms={"tokens_in_flight": in_flight, "start_ms": start_ms},
-        )
+        load = in_flight if self.load_scorer == "token_load" else loads.num_requests.astype(np.float64)
+        terms = {"tokens_in_flight": in_flight, "start_ms": start_ms}
+        return Costs(chosen_first(has_affinity | keeps_all, load), drawn_ties(requests, rng), terms=terms)
 
 
 def _least(costs: Floats, is_member: Flags) -> Floats:
