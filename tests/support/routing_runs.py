@@ -53,7 +53,8 @@ _GRIDS: Mapping[str, Sequence[Knobs]] = MappingProxyType(
             {"prefix_weight": ("1", "2", "4"), "kv_utilization_weight": ("0",), "active_request_weight": ("0", "2")},
         ),
         "llm_d_affinity": (
-            {"affinity_threshold": ("0.2", "0.5", "0.8"), "max_ttft_penalty_ms": ("500", "2000", "6000", "18000")},
+            {"affinity_threshold": ("0.2", "0.5", "0.8"), "max_ttft_penalty_ms": ("1000", "4000", "18000")},
+            {"affinity_threshold": ("0.2", "0.5"), "load_scorer": ("active_request",)},
         ),
         "sglang": (
             {"cache_threshold": ("0.1", "0.3", "0.5", "0.8")},
