@@ -24,7 +24,8 @@ EXIT_INTERRUPTED = 130
 _MODEL_FLAGS = (
     ("model", "NAME", "Hugging Face name, local folder, or a built-in: smollm2, tiny."),
     ("served-model-name", "NAME", "Name that requests use; default: the value of --model."),
-    ("engine", "NAME", "What computes tokens."),
+    ("engine", "NAME", "What computes tokens: vllm, or simulator, which only takes time."),
+    ("profile", "NAME|FILE", "Latency profile of a simulated engine: 13b-a100, 13b-h100, or a file."),
     ("workers", "N", "Number of workers."),
     ("block-size", "TOKENS", "Tokens for each KV block."),
     ("max-model-len", "TOKENS", "Longest prompt and answer together, in tokens."),
@@ -61,6 +62,7 @@ _PLAN_FLAGS = tuple(
     for flag in _MODEL_FLAGS
     if flag[0] in ("model", "block-size", "gpu-memory-utilization", "tensor-parallel-size", "dtype")
 )
+_SEED_FLAGS = tuple(flag for flag in _ROUTER_FLAGS if flag[0] == "seed")
 _BATCH_FLAGS = (("max-in-flight", "N", "Batch rows under way at once."),)
 _COMMON_FLAGS = (
     ("run-dir", "DIR", "Where `up` writes what it started; default: the user's run folder."),
@@ -128,6 +130,17 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--lengths", default="512,1024,2048,4096", metavar="N,N", help="Prompt and answer, in tokens.")
     plan.add_argument("--system-prompt", default="1024", metavar="TOKENS", help="Beginning that all prompts share.")
     plan.add_argument("--json", action="store_true", help="Print one JSON line.")
+    calibrate = _add_command(
+        commands,
+        "calibrate",
+        "fit a latency profile to a live engine, for simulations",
+        (("worker", _MODEL_FLAGS), ("general", (*_SEED_FLAGS, *_COMMON_FLAGS))),
+    )
+    calibrate.add_argument("--out", type=Path, metavar="FILE", help="Where the profile goes, as YAML.")
+    calibrate.add_argument(
+        "--validate", action="store_true", help="Then compare predicted and measured TTFT of the demo's prompts."
+    )
+    calibrate.add_argument("--json", action="store_true", help="Print one JSON line.")
     bench = _add_command(commands, "bench", "measure one part of kvroute here", (("general", _COMMON_FLAGS),))
     bench.add_argument(
         "benchmark", choices=BENCHMARKS, metavar="NAME", help=f"What to measure: {', '.join(BENCHMARKS)}."

@@ -28,6 +28,7 @@ MAX_LINES = 420
 MAY_ALSO_IMPORT = {
     "router/launch.py": {"worker"},  # the composition root: starts workers
     "router/simulation.py": {"worker"},  # the other composition root: a whole fleet in one process and in virtual time
+    "router/calibrate.py": {"worker"},  # joins the demo's prompts and the engine that they are timed on
     "router/bench.py": {"worker"},  # names every benchmark; each lives in the room that it measures
 }
 
@@ -73,6 +74,7 @@ OWN_ARGUMENTS = {
     "messages",
     "name",
     "on_workers",
+    "out",
     "output",
     "output_dir",
     "progress",
@@ -81,6 +83,7 @@ OWN_ARGUMENTS = {
     "strict",
     "system_prompt",
     "ttl_s",
+    "validate",
     "version",
     "view",
     "weights",
