@@ -33,10 +33,10 @@ class Settings(BaseModel):
 
     model: str = Field("", description="Hugging Face name, local folder, or a built-in: smollm2, tiny.")
     served_model_name: str = Field("", description="Name that requests use; default: the value of --model.")
-    engine: EngineName = Field(
-        "vllm", description="What computes tokens; simulator: nobody, in the time that it takes."
+    engine: EngineName = Field("vllm", description="What computes tokens: vllm, or simulator, which only takes time.")
+    profile: str = Field(
+        "13b-a100", description="Latency profile of a simulated engine: 13b-a100, 13b-h100, or a file."
     )
-    profile: str = Field("13b-a100", description="Latency profile of a simulated engine: a name, or a file.")
     workers: int = Field(1, ge=1, le=4096, description="Number of workers.")
     policy: PolicyName = Field("cost", description="How requests find workers.")
     seed: int = Field(0, description="Seed of every random choice that kvroute makes.")
