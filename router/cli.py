@@ -25,7 +25,8 @@ EXIT_INTERRUPTED = 130
 _MODEL_FLAGS = (
     ("model", "NAME", "Hugging Face name, local folder, or a built-in: smollm2, tiny."),
     ("served-model-name", "NAME", "Name that requests use; default: the value of --model."),
-    ("engine", "NAME", "What computes tokens."),
+    ("engine", "NAME", "What computes tokens: vllm, or simulator, which only takes time."),
+    ("profile", "NAME|FILE", "Latency profile of a simulated engine: 13b-a100, 13b-h100, or a file."),
     ("workers", "N", "Number of workers."),
     ("block-size", "TOKENS", "Tokens for each KV block."),
     ("max-model-len", "TOKENS", "Longest prompt and answer together, in tokens."),
@@ -71,7 +72,7 @@ _PLAN_FLAGS = tuple(
 _REPLAY_FLAGS = tuple(
     flag
     for flag in (*_MODEL_FLAGS, *_ROUTER_FLAGS)
-    if flag[0] in ("model", "workers", "block-size", "max-num-seqs", "eviction", "seed")
+    if flag[0] in ("model", "profile", "workers", "block-size", "max-num-seqs", "eviction", "seed")
 )
 _REPLAY_OWN_FLAGS = (
     ("routers", "N", "Routers that requests are dealt to in turn; default: 1."),
@@ -83,10 +84,10 @@ _REPLAY_OWN_FLAGS = (
     ("limit", "N", "Most requests replayed; default: all, and 1000 of a made-up trace."),
     ("slo-ttft-s", "S", "Longest time to first token that is good; default: 2."),
     ("slo-itl-s", "S", "Longest mean time between an answer's tokens that is good; default: any."),
-    ("profile", "NAME|FILE", "What an engine's steps cost: 13b-a100 (default), 13b-h100, or a file."),
     ("lag-s", "S", "One way between a router and a worker, and from a worker to the directory; default: 0."),
 )
 """Arguments of `replay` alone, which checks them."""
+_SEED_FLAGS = tuple(flag for flag in _ROUTER_FLAGS if flag[0] == "seed")
 _BATCH_FLAGS = (("max-in-flight", "N", "Batch rows under way at once."),)
 _COMMON_FLAGS = (
     ("run-dir", "DIR", "Where `up` writes what it started; default: the user's run folder."),
@@ -155,6 +156,17 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--system-prompt", default="1024", metavar="TOKENS", help="Beginning that all prompts share.")
     plan.add_argument("--json", action="store_true", help="Print one JSON line.")
     _add_replay_command(commands)
+    calibrate = _add_command(
+        commands,
+        "calibrate",
+        "fit a latency profile to a live engine, for simulations",
+        (("worker", _MODEL_FLAGS), ("general", (*_SEED_FLAGS, *_COMMON_FLAGS))),
+    )
+    calibrate.add_argument("--out", type=Path, metavar="FILE", help="Where the profile goes, as YAML.")
+    calibrate.add_argument(
+        "--validate", action="store_true", help="Then compare predicted and measured TTFT of the demo's prompts."
+    )
+    calibrate.add_argument("--json", action="store_true", help="Print one JSON line.")
     bench = _add_command(commands, "bench", "measure one part of kvroute here", (("general", _COMMON_FLAGS),))
     bench.add_argument(
         "benchmark", choices=BENCHMARKS, metavar="NAME", help=f"What to measure: {', '.join(BENCHMARKS)}."

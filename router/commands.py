@@ -217,6 +217,20 @@ async def _demo(call: Invocation) -> int:
     return await run_demo(call.settings, call.own["output_dir"], is_json=call.own["json"], say=call.say, show=call.show)
 
 
+async def _calibrate(call: Invocation) -> int:
+    from router.calibrate import run_calibrate
+
+    own = call.own
+    return await run_calibrate(
+        call.settings,
+        output=own["out"],
+        is_validated=own["validate"],
+        is_json=own["json"],
+        say=call.say,
+        show=call.show,
+    )
+
+
 async def _plan(call: Invocation) -> int:
     settings, own = call.settings, call.own
     lengths = planning.parse_lengths("--lengths", own["lengths"])
@@ -265,6 +279,7 @@ _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "plan": _plan,
     "replay": _replay,
     "bench": _bench,
+    "calibrate": _calibrate,
 }
 
 
@@ -306,6 +321,7 @@ _OF_THE_WORKERS = frozenset(
         "dtype",
         "eviction",
         "engine_args",
+        "profile",
         "redis_url",
         "ray_address",
     }

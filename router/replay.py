@@ -26,7 +26,6 @@ from shared.config import Settings
 from shared.errors import ConfigError
 from worker.engines.profiles import LatencyProfile, load_profile
 
-DEFAULT_PROFILE = "13b-a100"
 DEFAULT_GENERATED_REQUESTS = 1000
 _SATURATING_REQUESTS_PER_WORKER = 64
 """With so many for each worker, what they differ in evens out; more would only take longer."""
@@ -58,7 +57,6 @@ class ReplayOptions(BaseModel):
     limit: int | None = Field(None, ge=1)
     slo_ttft_s: float = Field(2.0, gt=0)
     slo_itl_s: float | None = Field(None, gt=0)
-    profile: str = DEFAULT_PROFILE
     lag_s: float = Field(0.0, ge=0)
     plot: Path | None = None
 
@@ -159,7 +157,7 @@ def prepare(
         ConfigError: an option, the profile or the trace is at fault.
     """
     policies = policy_texts(options.policies)
-    profile = load_profile(options.profile)
+    profile = load_profile(settings.profile)
     num_blocks = _num_blocks(options, settings.block_size, profile)
     spec = _fleet(options, settings, profile, num_blocks)
     requests = select(

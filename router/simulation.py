@@ -26,7 +26,8 @@ from shared.types import CacheScheme, Instance, RequestId, RouterId, Sampling, W
 from shared.vtime import run_virtual
 from worker.engines.base import BlockChange
 from worker.engines.profiles import LatencyProfile, load_profile
-from worker.engines.simulator import SimulatorEngine, SimulatorOptions
+from worker.engines.simulator import SimulatorEngine
+from worker.engines.simulator_options import SimulatorOptions
 from worker.publisher import Publisher
 from worker.simulated_host import SimulatedClient, SimulatedHost
 

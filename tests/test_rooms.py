@@ -29,6 +29,7 @@ MAY_ALSO_IMPORT = {
     "router/launch.py": {"worker"},  # the composition root: starts workers
     "router/replay.py": {"worker"},  # reads latency profiles, which are data
     "router/simulation.py": {"worker"},  # the other composition root: a whole fleet in one process and in virtual time
+    "router/calibrate.py": {"worker"},  # joins the demo's prompts and the engine that they are timed on
     "router/bench.py": {"worker"},  # names every benchmark; each lives in the room that it measures
 }
 
@@ -80,11 +81,11 @@ OWN_ARGUMENTS = {
     "messages",
     "name",
     "on_workers",
+    "out",
     "output",
     "output_dir",
     "plot",
     "policies",
-    "profile",
     "progress",
     "rate",
     "repair",
@@ -98,6 +99,7 @@ OWN_ARGUMENTS = {
     "system_prompt",
     "trace",
     "ttl_s",
+    "validate",
     "version",
     "view",
     "weights",

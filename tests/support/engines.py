@@ -15,7 +15,8 @@ import pytest_asyncio
 from shared.types import BlockKey, CacheScheme, FinishReason, RequestId, Sampling
 from worker.engines.base import BlockChange, Engine, EngineInfo, EngineRequest
 from worker.engines.profiles import LatencyProfile
-from worker.engines.simulator import SimulatorEngine, SimulatorOptions
+from worker.engines.simulator import SimulatorEngine
+from worker.engines.simulator_options import SimulatorOptions
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 64

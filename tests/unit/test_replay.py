@@ -164,7 +164,6 @@ def test_made_up_trace_is_limited_and_follows_the_seed():
         ({"slo_ttft_s": "0"}, ["--slo-ttft-s", "'0'"]),
         ({"slo_itl_s": "-1"}, ["--slo-itl-s", "'-1'"]),
         ({"lag_s": "-0.1"}, ["--lag-s", "'-0.1'"]),
-        ({"profile": "a100x"}, ["--profile", "a100x"]),
         ({"policies": "cost,best"}, ["--policy", "'best'", "round_robin"]),
         ({"policies": "cost,cost"}, ["--policy", "cost is named twice"]),
         ({"policies": ""}, ["--policy", "''"]),
@@ -175,6 +174,11 @@ def test_wrong_argument_is_named_with_its_value(own: dict[str, str], words: list
     with pytest.raises(ConfigError) as caught:
         prepared(own.pop("trace", "flood"), FakeFleet(), **own)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_profile_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"--profile.*a100x"):
+        prepared("flood", FakeFleet(), Settings(profile="a100x"))
 
 
 def test_stock_eviction_is_not_simulated():

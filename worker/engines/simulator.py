@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from shared.errors import ConfigError, EngineError, InvalidRequest, PinRefused
+from shared.errors import EngineError, InvalidRequest, PinRefused
 from shared.hashing import TOKEN_SIZE_BYTES, root_key
-from shared.types import BlockKey, CacheScheme, FinishReason, RequestId, Sampling
+from shared.types import BlockKey, FinishReason, RequestId, Sampling
 from worker.auditor import digest_of
 from worker.blocks import BlockPool
 from worker.engines.base import (
@@ -27,36 +27,16 @@ from worker.engines.base import (
     PinnedPrefix,
     StepFit,
 )
-from worker.engines.profiles import LatencyProfile
 from worker.engines.simulated import Listener, Simulated, State
 from worker.engines.simulator_batch import Batch, Plan
+from worker.engines.simulator_options import SimulatorOptions, check_sizes
 from worker.engines.simulator_requests import DeltaReader, check_length, check_sampling, packed
 from worker.latency import StepTimes
-from worker.pins import Pin, default_budget_blocks
+from worker.pins import Pin
 from worker.sequences import ResidentChanges, Sequence
 
 _STEPS_BETWEEN_FITS = 32
 """A fit takes longer than everything else that a step costs here, and hardly moves with one step more."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatorOptions:
-    """One simulated engine."""
-
-    profile: LatencyProfile
-    scheme: CacheScheme
-    num_blocks: int
-    max_model_len_tokens: int
-    max_num_seqs: int | None = None
-    """As the profile says where nothing else is said; so is `step_budget_tokens`."""
-    step_budget_tokens: int | None = None
-    eviction: str = "adaptive"
-    pin_budget_blocks: int | None = None
-    vocabulary_size: int = 32_000
-    eos_token_ids: frozenset[int] = frozenset()
-    tokens_per_delta: int = 1
-    """How many tokens are gathered before they are told, apart from the first and the last: simulations without anybody
-    who reads along are faster with many."""
 
 
 class SimulatorEngine:
@@ -77,17 +57,7 @@ class SimulatorEngine:
         self._on_death = on_death
         self._max_num_seqs = options.max_num_seqs or profile.max_num_seqs
         self._step_budget_tokens = options.step_budget_tokens or profile.step_budget_tokens
-        if self._step_budget_tokens < self._max_num_seqs:
-            raise ConfigError(
-                f"a step of {self._step_budget_tokens} tokens has no place for one of each of "
-                f"{self._max_num_seqs} sequences"
-            )
-        longest_blocks = -(-options.max_model_len_tokens // options.scheme.block_size_tokens)
-        self._pin_budget_blocks = (
-            default_budget_blocks(options.num_blocks, longest_blocks)
-            if options.pin_budget_blocks is None
-            else options.pin_budget_blocks
-        )
+        self._pin_budget_blocks = check_sizes(options, self._max_num_seqs, self._step_budget_tokens)
         self._changes = ResidentChanges()
         self._pool = BlockPool(
             options.num_blocks,
