@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -177,7 +178,10 @@ class _Simulation:
     async def run(self, arrivals: Iterable[Arrival]) -> FleetResult:
         """Send everything at its time, and wait for the last end."""
         clock = asyncio.get_running_loop().time
-        spec, began_at_s = self.spec, clock()
+        spec = self.spec
+        # Statuses go out at the same distances from the beginning, however long the routers took to be ready.
+        began_at_s = math.ceil(clock() / spec.status_interval_s) * spec.status_interval_s
+        await asyncio.sleep(began_at_s - clock())
         self.began_at_s = began_at_s
         first = random.Random(f"{spec.seed}:routers").randrange(spec.num_routers)
         watch = asyncio.create_task(self._watch_held(), name="simulation-held")
@@ -319,6 +323,7 @@ def _engine_options(spec: FleetSpec, scheme: CacheScheme) -> SimulatorOptions:
         max_num_seqs=spec.max_num_seqs,
         step_budget_tokens=spec.step_budget_tokens,
         eviction=spec.eviction,
+        is_warm=True,
         tokens_per_delta=_WHOLE_ANSWER_TOKENS,
     )
 

@@ -83,6 +83,8 @@ class SimulatorEngine:
         self._times = StepTimes()
         self._fit = StepFit()
         self._num_steps_to_fit = 1
+        if options.is_warm:
+            self._warm_up()
         self._num_pins = 0
         self.on_change: Callable[[], None] = _ignore
         """Called with whatever changes `stats`; for the owner to set."""
@@ -300,6 +302,17 @@ class SimulatorEngine:
         self._batch.fail_all(EngineError(reason))
 
     # Steps.
+
+    def _warm_up(self) -> None:
+        """Learn from steps of each kind, full and half full, that nobody has waited for."""
+        budget = self._step_budget_tokens
+        for num_tokens in (budget, budget // 2):
+            plan = Plan(num_tokens, num_tokens * budget / 2, 0, 0, 1)
+            self._times.add(self._duration_s(plan, 1), num_tokens, 0)
+        for num_seqs in (self._max_num_seqs, max(1, self._max_num_seqs // 2)):
+            plan = Plan(0, 0.0, num_seqs, num_seqs * budget, 1)
+            self._times.add(self._duration_s(plan, 1), 0, num_seqs)
+        self._fit = self._times.fit()
 
     def _interrupt(self) -> None:
         """Something has come or gone: begin if nothing runs, and plan anew after the step that is under way."""

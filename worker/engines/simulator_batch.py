@@ -127,12 +127,15 @@ class Batch:
             chunk = admitted.num_computed_tokens - (admitted.held.num_cached_tokens if admitted.held else 0)
             num_pairs += _pairs(admitted, chunk)
             num_tokens += chunk
-        if self.num_preemptions != num_preemptions:
+        is_anyone_preempted = self.num_preemptions != num_preemptions
+        if is_anyone_preempted:
             num_decode_seqs, num_context_tokens = len(self._decoding), self._context_tokens(step)
         if not num_tokens and not num_decode_seqs:
             self._plan = None
             return None
-        num_steps = 1 if num_tokens or self._prefilling else self._num_steps_alike()
+        # Who was preempted may have room in the next step already.
+        is_single = num_tokens or self._prefilling or is_anyone_preempted
+        num_steps = 1 if is_single else self._num_steps_alike()
         self._plan = Plan(num_tokens, num_pairs, num_decode_seqs, num_context_tokens, num_steps)
         return self._plan
 
@@ -257,11 +260,13 @@ class Batch:
         """Take the blocks of the last in order among those that run; it waits again, and computes all of it anew."""
         victim = max([*self._prefilling, *self._decoding], key=_order)
         self.num_preemptions += 1
+        num_generated = victim.num_before_join
         if victim.state is State.DECODING:
             self._note_gap(victim)
             victim.last_token_at_s = self._ended_at_s
-            victim.num_before_join = victim.num_generated(self._step)
+            num_generated = victim.num_generated(self._step)
         self._leave(victim, State.WAITING)
+        victim.num_before_join = num_generated
         victim.keys = block_keys(victim.prefill(), self._pool.block_size_tokens, victim.root)
         self._wait(victim)
 

@@ -30,6 +30,8 @@ class SimulatorOptions:
     pin_budget_blocks: int | None = None
     vocabulary_size: int = 32_000
     eos_token_ids: frozenset[int] = frozenset()
+    is_warm: bool = False
+    """Whether step times are known from the start, as of an engine that has served before."""
     tokens_per_delta: int = 1
     """How many tokens are gathered before they are told, apart from the first and the last: simulations without anybody
     who reads along are faster with many."""
