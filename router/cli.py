@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ EXIT_INTERRUPTED = 130
 _MODEL_FLAGS = (
     ("model", "NAME", "Hugging Face name, local folder, or a built-in: smollm2, tiny."),
     ("served-model-name", "NAME", "Name that requests use; default: the value of --model."),
-    ("engine", "NAME", "What computes tokens."),
+    ("engine", "NAME", "What computes tokens: vllm, or simulator, which only takes time."),
+    ("profile", "NAME|FILE", "Latency profile of a simulated engine: 13b-a100, 13b-h100, or a file."),
     ("workers", "N", "Number of workers."),
     ("block-size", "TOKENS", "Tokens for each KV block."),
     ("max-model-len", "TOKENS", "Longest prompt and answer together, in tokens."),
@@ -67,6 +69,25 @@ _PLAN_FLAGS = tuple(
     for flag in _MODEL_FLAGS
     if flag[0] in ("model", "block-size", "gpu-memory-utilization", "tensor-parallel-size", "dtype")
 )
+_REPLAY_FLAGS = tuple(
+    flag
+    for flag in (*_MODEL_FLAGS, *_ROUTER_FLAGS)
+    if flag[0] in ("model", "profile", "workers", "block-size", "max-num-seqs", "eviction", "seed")
+)
+_REPLAY_OWN_FLAGS = (
+    ("routers", "N", "Routers that requests are dealt to in turn; default: 1."),
+    ("rate", "R", "Mean requests for each second; default: the trace's own times."),
+    ("load", "L", "The same, as a multiple of what this fleet serves under round_robin at most."),
+    ("cache-blocks", "N", "KV blocks for each worker; default: what fits the profile's GPU."),
+    ("max-prompt-tokens", "N", "Longer prompts are cut to this."),
+    ("skip", "N", "Requests left out at the trace's beginning."),
+    ("limit", "N", "Most requests replayed; default: all, and 1000 of a made-up trace."),
+    ("slo-ttft-s", "S", "Longest time to first token that is good; default: 2."),
+    ("slo-itl-s", "S", "Longest mean time between an answer's tokens that is good; default: any."),
+    ("lag-s", "S", "One way between a router and a worker, and from a worker to the directory; default: 0."),
+)
+"""Arguments of `replay` alone, which checks them."""
+_SEED_FLAGS = tuple(flag for flag in _ROUTER_FLAGS if flag[0] == "seed")
 _BATCH_FLAGS = (("max-in-flight", "N", "Batch rows under way at once."),)
 _COMMON_FLAGS = (
     ("run-dir", "DIR", "Where `up` writes what it started; default: the user's run folder."),
@@ -134,6 +155,18 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--lengths", default="512,1024,2048,4096", metavar="N,N", help="Prompt and answer, in tokens.")
     plan.add_argument("--system-prompt", default="1024", metavar="TOKENS", help="Beginning that all prompts share.")
     plan.add_argument("--json", action="store_true", help="Print one JSON line.")
+    _add_replay_command(commands)
+    calibrate = _add_command(
+        commands,
+        "calibrate",
+        "fit a latency profile to a live engine, for simulations",
+        (("worker", _MODEL_FLAGS), ("general", (*_SEED_FLAGS, *_COMMON_FLAGS))),
+    )
+    calibrate.add_argument("--out", type=Path, metavar="FILE", help="Where the profile goes, as YAML.")
+    calibrate.add_argument(
+        "--validate", action="store_true", help="Then compare predicted and measured TTFT of the demo's prompts."
+    )
+    calibrate.add_argument("--json", action="store_true", help="Print one JSON line.")
     bench = _add_command(commands, "bench", "measure one part of kvroute here", (("general", _COMMON_FLAGS),))
     bench.add_argument(
         "benchmark", choices=BENCHMARKS, metavar="NAME", help=f"What to measure: {', '.join(BENCHMARKS)}."
@@ -164,6 +197,18 @@ def _add_pin_commands(commands: Any) -> None:
     unpin.add_argument("name", metavar="NAME", help="Name that it is kept under.")
 
 
+def _add_replay_command(commands: Any) -> None:
+    groups = (("fleet", _REPLAY_FLAGS), ("general", _COMMON_FLAGS))
+    replay = _add_command(commands, "replay", "simulate what a fleet would do with recorded traffic", groups)
+    replay.add_argument("trace", metavar="TRACE", help="A file, or made up: conversations, system_prompts, flood.")
+    replay.add_argument("--policy", dest="policies", metavar="NAME,NAME", help="Policies to compare; default: cost.")
+    for flag, metavar, text in _REPLAY_OWN_FLAGS:
+        replay.add_argument(f"--{flag}", metavar=metavar, help=text)
+    replay.add_argument("--spread", action="store_true", help="Spread requests of one time over that until the next.")
+    replay.add_argument("--plot", type=Path, metavar="OUT.png", help="Draw waiting times and hit ratios.")
+    replay.add_argument("--json", action="store_true", help="Print one JSON line for each policy.")
+
+
 def _add_directory_commands(commands: Any) -> None:
     general = (("general", _COMMON_FLAGS),)
     doctor = _add_command(commands, "doctor", "compare what engines hold with the store and with a mirror", general)
@@ -183,12 +228,14 @@ def _add_directory_commands(commands: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code says how it went."""
-    arguments = build_parser().parse_args(_kebab(sys.argv[1:] if argv is None else argv))
+    words = _kebab(sys.argv[1:] if argv is None else argv)
+    arguments = build_parser().parse_args(words)
     from shared.config import load_settings
     from shared.errors import ConfigError, KvrouteError
 
     try:
         flags, own = _split(vars(arguments))
+        own["command_line"] = shlex.join(["kvroute", *words])
         settings = load_settings(flags=flags, environment=os.environ, file=own["config"])
         if arguments.command in _STARTING_COMMANDS and not settings.ray_address:
             _lock_own_ray()

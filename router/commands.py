@@ -217,6 +217,20 @@ async def _demo(call: Invocation) -> int:
     return await run_demo(call.settings, call.own["output_dir"], is_json=call.own["json"], say=call.say, show=call.show)
 
 
+async def _calibrate(call: Invocation) -> int:
+    from router.calibrate import run_calibrate
+
+    own = call.own
+    return await run_calibrate(
+        call.settings,
+        output=own["out"],
+        is_validated=own["validate"],
+        is_json=own["json"],
+        say=call.say,
+        show=call.show,
+    )
+
+
 async def _plan(call: Invocation) -> int:
     settings, own = call.settings, call.own
     lengths = planning.parse_lengths("--lengths", own["lengths"])
@@ -234,6 +248,13 @@ async def _plan(call: Invocation) -> int:
         weight_bytes=None if own["weights"] is None else planning.parse_size("--weights", own["weights"]),
     )
     call.show(planning.plan_json(plan) if own["json"] else planning.plan_text(plan))
+    return EXIT_OK
+
+
+async def _replay(call: Invocation) -> int:
+    from router.replay_command import run_replay
+
+    await run_replay(call.settings, call.own, call.say, call.show)
     return EXIT_OK
 
 
@@ -256,7 +277,9 @@ _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "directory": _directory,
     "demo": _demo,
     "plan": _plan,
+    "replay": _replay,
     "bench": _bench,
+    "calibrate": _calibrate,
 }
 
 
@@ -298,6 +321,7 @@ _OF_THE_WORKERS = frozenset(
         "dtype",
         "eviction",
         "engine_args",
+        "profile",
         "redis_url",
         "ray_address",
     }

@@ -38,7 +38,7 @@ from shared.types import CacheScheme, RouterId, WorkerId, WorkerInfo
 from shared.wire import decode_record
 from worker.actor import WorkerActor
 from worker.engines.demo_model import BUILT_IN_MODELS, prepare_model
-from worker.process import WorkerOptions
+from worker.process import WorkerOptions, check_engine
 
 _RAY_LOG_NAME = "ray.log"
 
@@ -346,6 +346,7 @@ def model_config_file(settings: Settings) -> Path:
 async def prepare_model_folder(settings: Settings, say: Say) -> Path:
     """The named model's folder, converted or downloaded where need be. Raises `ConfigError`."""
     require_model(settings)
+    check_engine(settings)
     say(f"preparing model {settings.model}")
     return await asyncio.to_thread(prepare_model, settings.model, settings.model_cache_dir)
 
@@ -366,6 +367,8 @@ def _actor_name(worker: WorkerId) -> str:
 
 def _num_gpus(settings: Settings) -> float:
     """GPUs that each worker asks of Ray. A cluster may have them where this host has none."""
+    if settings.engine == "simulator":
+        return 0
     if _is_gpu_build():
         return settings.gpus_per_worker or settings.tensor_parallel_size
     return settings.gpus_per_worker or 0 if settings.ray_address else 0

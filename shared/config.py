@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shared.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "KVROUTE_"
 TEST_PREFIX = "KVROUTE_TEST_"
 """Variables of the test suite, which are no settings; no setting's name may start with `test_`."""
+TRACE_DIR_VARIABLE = "KVROUTE_TRACE_DIR"
+"""Where tests and benchmarks find recorded traces; no setting either."""
 
+EngineName = Literal["vllm", "simulator"]
 EvictionName = Literal["lru", "shared_first", "adaptive", "stock"]
 MIN_BLOCK_SIZE_TOKENS, MAX_BLOCK_SIZE_TOKENS = 16, 256
 
@@ -31,7 +34,10 @@ class Settings(BaseModel):
 
     model: str = Field("", description="Hugging Face name, local folder, or a built-in: smollm2, tiny.")
     served_model_name: str = Field("", description="Name that requests use; default: the value of --model.")
-    engine: Literal["vllm"] = Field("vllm", description="What computes tokens.")
+    engine: EngineName = Field("vllm", description="What computes tokens: vllm, or simulator, which only takes time.")
+    profile: str = Field(
+        "13b-a100", description="Latency profile of a simulated engine: 13b-a100, 13b-h100, or a file."
+    )
     workers: int = Field(1, ge=1, le=4096, description="Number of workers.")
     policy: str = Field(
         "cost",
@@ -79,6 +85,12 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="Least level logged.")
     log_format: Literal["text", "json"] = Field("text", description="Form of log lines.")
 
+    @field_validator("profile")
+    @classmethod
+    def _make_absolute(cls, profile: str) -> str:
+        """Workers have other working folders."""
+        return str(Path(profile).expanduser().absolute()) if Path(profile).suffix or "/" in profile else profile
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Settings:
         if self.heartbeat_s * 2 > self.lease_s:
@@ -86,6 +98,8 @@ class Settings(BaseModel):
                 f"lease_s ({self.lease_s}) must be at least twice heartbeat_s ({self.heartbeat_s}), "
                 "or one lost heartbeat loses the worker"
             )
+        if self.engine == "simulator" and self.eviction == "stock":
+            raise ValueError("eviction 'stock' is vLLM's own pool, which a simulated engine has not")
         if self.kv_cache_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("kv_cache_blocks and kv_cache_bytes exclude each other")
         return self
@@ -170,6 +184,8 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         found["ray_address"] = environment["RAY_ADDRESS"]
     for variable, text in environment.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable.startswith(TEST_PREFIX):
+            continue
+        if variable == TRACE_DIR_VARIABLE:
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if name == "engine_args":

@@ -27,6 +27,9 @@ MAX_LINES = 420
 
 MAY_ALSO_IMPORT = {
     "router/launch.py": {"worker"},  # the composition root: starts workers
+    "router/replay.py": {"worker"},  # reads latency profiles, which are data
+    "router/simulation.py": {"worker"},  # the other composition root: a whole fleet in one process and in virtual time
+    "router/calibrate.py": {"worker"},  # joins the demo's prompts and the engine that they are timed on
     "router/bench.py": {"worker"},  # names every benchmark; each lives in the room that it measures
 }
 
@@ -44,6 +47,7 @@ CONFINED = {
     "torch": ("worker/engines/",),
     "zmq": ("worker/engines/",),
     "fastapi": ("router/http.py", "router/dashboard.py"),
+    "matplotlib": ("router/replay_plot.py",),
     "starlette": ("router/http.py", "router/dashboard.py"),
     "uvicorn": ("router/http.py", "router/dashboard.py"),
 }
@@ -59,6 +63,7 @@ MAY_READ_ENVIRONMENT = (
 
 OWN_ARGUMENTS = {
     "benchmark",
+    "cache_blocks",
     "cache_salt",
     "command",
     "config",
@@ -68,18 +73,33 @@ OWN_ARGUMENTS = {
     "help",
     "input",
     "json",
+    "lag_s",
     "lengths",
+    "limit",
+    "load",
+    "max_prompt_tokens",
     "messages",
     "name",
     "on_workers",
+    "out",
     "output",
     "output_dir",
+    "plot",
+    "policies",
     "progress",
+    "rate",
     "repair",
     "resume",
+    "routers",
+    "skip",
+    "slo_itl_s",
+    "slo_ttft_s",
+    "spread",
     "strict",
     "system_prompt",
+    "trace",
     "ttl_s",
+    "validate",
     "version",
     "view",
     "weights",

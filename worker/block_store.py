@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from shared.types import BlockKey
 from worker.eviction import FreeBlocks
+from worker.sequences import ResidentChanges
 
 
 class BlockStore:
@@ -16,7 +17,7 @@ class BlockStore:
     same key; what can be found has its parent findable too; a block with a key is never written.
     """
 
-    def __init__(self, num_blocks: int, stride_bytes: int, rule: str) -> None:
+    def __init__(self, num_blocks: int, stride_bytes: int, rule: str, changes: ResidentChanges | None = None) -> None:
         self.num_blocks = num_blocks
         self.free: FreeBlocks[BlockKey] = FreeBlocks(rule, num_blocks)
         self.free.push_unhashed(range(num_blocks))
@@ -26,6 +27,7 @@ class BlockStore:
         self.num_shared = 0
         """Blocks held more than once."""
         self._stride_bytes = stride_bytes
+        self._changes = changes
         self._parents = [BlockKey(b"")] * num_blocks
         self._is_first = [False] * num_blocks
 
@@ -62,7 +64,10 @@ class BlockStore:
 
     def take(self, num_blocks: int) -> list[int]:
         """Blocks that hold nothing, with one holder each; what was in them is lost. There must be enough."""
-        blocks = self.free.pop_n(num_blocks)
+        gone: list[BlockKey] | None = None if self._changes is None else []
+        blocks = self.free.pop_n(num_blocks, gone)
+        if self._changes is not None and gone:
+            self._changes.note_removed(gone)
         for block in blocks:
             self.num_holders[block] = 1
             self.tokens[block] = b""
@@ -112,8 +117,19 @@ class BlockStore:
             return False
         self._parents[block] = parent
         self._is_first[block] = before is None
-        self.free.cache(block, key, request, parent=before, is_low_priority=is_low_priority)
+        is_new = self.free.cache(block, key, request, parent=before, is_low_priority=is_low_priority)
+        if is_new and self._changes is not None:
+            self._changes.note_stored(key)
         return True
+
+    def forget_free(self) -> None:
+        """Let nothing be found any more that nobody holds. Linear in the free blocks."""
+        for block in self.free.in_order():
+            key = self.free.key_of(block)
+            if key is not None:
+                self.free.uncache(block)
+                if self._changes is not None and self.free.find(key) is None:
+                    self._changes.note_removed([key])
 
     def _is_same_text(self, block: int, tokens: bytes, parent: BlockKey) -> bool:
         return self.tokens[block] == tokens and self._parents[block] == parent

@@ -18,7 +18,7 @@ from shared.hashing import TOKEN_SIZE_BYTES, block_keys, num_usable_blocks
 from shared.types import BlockKey
 from worker.block_store import BlockStore
 from worker.pins import Pin, Pins, default_budget_blocks
-from worker.sequences import BlockCopy, PoolStatistics, Sequence
+from worker.sequences import BlockCopy, PoolStatistics, ResidentChanges, Sequence
 
 HashChain = Callable[[bytes, int, BlockKey], list[BlockKey]]
 """Keys of the full blocks in packed tokens, after a parent: `shared.hashing.block_keys`."""
@@ -42,8 +42,9 @@ class BlockPool:
         bytes_per_token: int = 0,
         pin_budget_blocks: int | None = None,
         hash_chain: HashChain = block_keys,
+        changes: ResidentChanges | None = None,
     ) -> None:
-        """A pool of free blocks.
+        """A pool of free blocks. What becomes findable, or ceases to be, is noted in `changes`.
 
         Raises:
             ConfigError: a size is out of range, or one longest sequence does not fit.
@@ -62,7 +63,7 @@ class BlockPool:
         self._max_sequence_tokens = max_sequence_tokens
         self._bytes_per_token = bytes_per_token
         self._hash_chain = hash_chain
-        self._store = BlockStore(num_blocks, self._stride, rule)
+        self._store = BlockStore(num_blocks, self._stride, rule, changes)
         self._sequences: dict[Sequence, None] = {}
         self._group_to_sequences: dict[str, dict[Sequence, None]] = {}
         longest = self._blocks_for(max_sequence_tokens)
@@ -136,8 +137,12 @@ class BlockPool:
             else:
                 self._num_collisions += 1
 
-    def append(self, sequence: Sequence, packed_tokens: bytes) -> BlockCopy | None:
+    def append(
+        self, sequence: Sequence, packed_tokens: bytes, *, keys: Rows[BlockKey] | None = None
+    ) -> BlockCopy | None:
         """Room for more tokens at the end. Tells the copy to make first where the last block may not be written.
+
+        `keys` are those of the blocks that these tokens fill, where the caller knows them.
 
         Raises:
             OutOfBlocks: there is not enough room. Nothing has changed.
@@ -161,8 +166,9 @@ class BlockPool:
             else:
                 new_blocks.insert(0, last)
         self._store.write(new_blocks, packed_tokens)
-        parent = sequence.keys[-1] if sequence.keys else sequence.root
-        sequence.keys += self._keys_of(packed_tokens, parent)
+        if keys is None:
+            keys = self._keys_of(packed_tokens, sequence.keys[-1] if sequence.keys else sequence.root)
+        sequence.keys += keys
         sequence.blocks += new_blocks
         sequence.num_tokens = num_tokens
         return copy
@@ -220,6 +226,25 @@ class BlockPool:
         return len(sequences)
 
     # What is there.
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks held by sequences or pins. Constant time."""
+        return self._store.num_blocks - len(self._store.free)
+
+    def resident(self) -> set[BlockKey]:
+        """Every key that can be found. Linear in blocks; does not modify."""
+        return self._store.free.keys()
+
+    def room_after(self, packed_tokens: bytes, root: BlockKey, *, keys: Rows[BlockKey]) -> tuple[int, int]:
+        """How much of a prompt `allocate` would find now, in tokens, and how many free blocks it would leave.
+
+        Those are negative where there is not enough room. Does not modify.
+        """
+        cached = self._find(packed_tokens, root, keys)
+        free = self._store.free
+        num_new = self._blocks_for(len(packed_tokens) // TOKEN_SIZE_BYTES) - len(cached)
+        return len(cached) * self.block_size_tokens, len(free) - sum(block in free for block in cached) - num_new
 
     def num_cached_tokens(self, packed_tokens: bytes, root: BlockKey, *, keys: Rows[BlockKey] | None = None) -> int:
         """How much of a prompt `allocate` would find now. Does not modify."""
@@ -287,6 +312,11 @@ class BlockPool:
         self._store.drop(reversed(former))
         return len(blocks)
 
+    def check_pin(self, name: str, packed_tokens: bytes, root: BlockKey) -> None:
+        """Refuse what `pin` would, before a prompt is computed. Raises `PinRefused`; does not modify."""
+        keys = self._keys_of(packed_tokens, root)
+        self._pins.check(name, len(keys), self._store.find(keys, packed_tokens, root))
+
     def unpin(self, name: str) -> int:
         """Give up a pin; its blocks stay findable until the rule gives them up. Tells how many they were.
 
@@ -316,6 +346,10 @@ class BlockPool:
             self.unpin(pin.name)
         self._store.free.clear_keys()
         return True
+
+    def forget_free(self) -> None:
+        """Forget all that can be found and that no sequence or pin holds. Linear."""
+        self._store.forget_free()
 
     def check(self) -> None:
         """Prove the invariants, or raise `AssertionError` with the first that is broken. Linear; does not modify."""

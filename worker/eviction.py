@@ -143,6 +143,10 @@ class FreeBlocks(Generic[Key]):
         """What moves the head start; None if nothing does."""
         return self._adaptive
 
+    def keys(self) -> set[Key]:
+        """Every cached key. Linear; does not modify."""
+        return set(self._key_to_block)
+
     def class_of(self, block: int) -> BlockClass:
         """What the block is worth now, free or not. Does not modify."""
         return self._blocks[block].block_class
@@ -299,8 +303,10 @@ class FreeBlocks(Generic[Key]):
         """
         return self.pop_n(1)[0]
 
-    def pop_n(self, num_blocks: int) -> list[int]:
+    def pop_n(self, num_blocks: int, gone: list[Key] | None = None) -> list[int]:
         """Take the blocks that go next, without what they held, in that order.
+
+        Keys whose last copy goes are added to `gone`.
 
         Raises:
             IndexError: fewer are free. Nothing has changed.
@@ -329,6 +335,8 @@ class FreeBlocks(Generic[Key]):
                     del key_to_block[key]
                     block.key = None
                     block.block_class = _UNHASHED
+                    if gone is not None:
+                        gone.append(key)
             popped.append(block.number)
         return popped
 

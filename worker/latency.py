@@ -44,30 +44,40 @@ class StepTimes:
         return StepFit(*self._fit)
 
     def _solve(self) -> None:
-        """Best non-negative fit: three terms have eight subsets, so try them all."""
-        scale = [self._moments[i][i] ** 0.5 for i in range(_NUM_TERMS)]
-        known = [i for i in range(_NUM_TERMS) if scale[i] > 0]
-        # Scaled to unit diagonal, so that a term that has been rare for long is solved as well as a common one.
-        moments = [[self._moments[i][j] / (scale[i] * scale[j]) for j in known] for i in known]
-        products = [self._products[i] / scale[i] for i in known]
-        best, best_gain = [0.0] * len(known), 0.0
-        for size in range(len(known), 0, -1):
-            for subset in combinations(range(len(known)), size):
-                solution = _solve_linear(
-                    [[moments[i][j] for j in subset] for i in subset], [products[i] for i in subset]
-                )
-                if solution is None or min(solution) < 0:
-                    continue
-                # At the least-squares solution of a subset this is how much of the squared error it explains.
-                gain = sum(value * products[i] for i, value in zip(subset, solution, strict=True))
-                # Of fits that explain as much, the one with more terms, then with earlier ones: a term of which only
-                # faint memories are left stays, and what one sequence adds to each step counts as fixed cost.
-                if gain > best_gain * (1 + 1e-9):
-                    best, best_gain = [0.0] * len(known), gain
-                    for i, value in zip(subset, solution, strict=True):
-                        best[i] = value
-        for i, value in zip(known, best, strict=True):
-            self._fit[i] = value / scale[i]
+        for i, value in enumerate(non_negative_fit(self._moments, self._products)):
+            if value is not None:
+                self._fit[i] = value
+
+
+def non_negative_fit(moments: Sequence[Sequence[float]], products: Sequence[float]) -> list[float | None]:
+    """The best fit without a negative coefficient; None for a term that no sample had.
+
+    `moments` are the sums of products of two terms each, `products` those of a term and the outcome. There are few
+    terms, so all their subsets are tried.
+    """
+    scale = [moments[i][i] ** 0.5 for i in range(len(products))]
+    known = [i for i in range(len(products)) if scale[i] > 0]
+    # Scaled to unit diagonal, so that a term that has been rare for long is solved as well as a common one.
+    moments = [[moments[i][j] / (scale[i] * scale[j]) for j in known] for i in known]
+    products = [products[i] / scale[i] for i in known]
+    best, best_gain = [0.0] * len(known), 0.0
+    for size in range(len(known), 0, -1):
+        for subset in combinations(range(len(known)), size):
+            solution = _solve_linear([[moments[i][j] for j in subset] for i in subset], [products[i] for i in subset])
+            if solution is None or min(solution) < 0:
+                continue
+            # At the least-squares solution of a subset this is how much of the squared error it explains.
+            gain = sum(value * products[i] for i, value in zip(subset, solution, strict=True))
+            # Of fits that explain as much, the one with more terms, then with earlier ones: a term of which only
+            # faint memories are left stays, and what one sequence adds to each step counts as fixed cost.
+            if gain > best_gain * (1 + 1e-9):
+                best, best_gain = [0.0] * len(known), gain
+                for i, value in zip(subset, solution, strict=True):
+                    best[i] = value
+    fit: list[float | None] = [None] * len(scale)
+    for i, value in zip(known, best, strict=True):
+        fit[i] = value / scale[i]
+    return fit
 
 
 def _solve_linear(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float] | None:

@@ -25,6 +25,7 @@ from shared.types import CacheScheme, Instance, WorkerId, WorkerInfo
 from worker.auditor import AuditCounts, Auditor
 from worker.engines.base import BlockChange, Engine, EngineInfo, OnBlocks, OnDeath
 from worker.engines.demo_model import prepare_model
+from worker.engines.profiles import load_profile
 from worker.host import WorkerHost
 from worker.inspector import PoolInspector
 from worker.metrics import expose_audits, expose_pinner, expose_publisher
@@ -96,7 +97,7 @@ class Worker:
         options, settings = self._options, self._options.settings
         folder = await asyncio.to_thread(prepare_model, settings.model, settings.model_cache_dir)
         scheme = CacheScheme(settings.model_name, settings.block_size)
-        engine = _ENGINES[settings.engine](settings, scheme, folder, self._on_blocks, self._engine_died)
+        engine = make_engine(settings, scheme, folder, self._on_blocks, self._engine_died)
         self._exit.push_async_callback(engine.close)
         engine_info = await engine.start()
         # A store that is away is the publisher's business: it registers when the store is back.
@@ -252,4 +253,29 @@ def _make_vllm(settings: Settings, scheme: CacheScheme, folder: Path, on_blocks:
     return VllmEngine(options, on_blocks, on_death)
 
 
-_ENGINES: Mapping[str, Callable[[Settings, CacheScheme, Path, OnBlocks, OnDeath], Engine]] = {"vllm": _make_vllm}
+def _make_simulator(
+    settings: Settings, scheme: CacheScheme, folder: Path, on_blocks: OnBlocks, on_death: OnDeath
+) -> Engine:
+    from worker.engines.simulator import SimulatorEngine
+    from worker.engines.simulator_options import simulator_options
+
+    return SimulatorEngine(simulator_options(settings, scheme, folder), on_blocks, on_death)
+
+
+_ENGINES: Mapping[str, Callable[[Settings, CacheScheme, Path, OnBlocks, OnDeath], Engine]] = {
+    "vllm": _make_vllm,
+    "simulator": _make_simulator,
+}
+
+
+def make_engine(
+    settings: Settings, scheme: CacheScheme, folder: Path, on_blocks: OnBlocks, on_death: OnDeath
+) -> Engine:
+    """The engine that settings name, not yet started."""
+    return _ENGINES[settings.engine](settings, scheme, folder, on_blocks, on_death)
+
+
+def check_engine(settings: Settings) -> None:
+    """Find out what is wrong with an engine's settings before anything is started. Raises `ConfigError`."""
+    if settings.engine == "simulator":
+        load_profile(settings.profile)

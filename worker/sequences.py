@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared.types import BlockKey
@@ -50,6 +51,36 @@ class Sequence:
         """Leading blocks that others can find."""
         self.is_findable = True
         """False from the first block on whose key stands for other tokens: nothing behind it may be found."""
+
+
+class ResidentChanges:
+    """What became findable in a pool, and what ceased to be, since it was last asked.
+
+    A key that came and went, or went and came back, in between is no change.
+    """
+
+    __slots__ = ("_key_to_is_stored",)
+
+    def __init__(self) -> None:
+        self._key_to_is_stored: dict[BlockKey, bool] = {}
+
+    def note_stored(self, key: BlockKey) -> None:
+        """A key that could not be found can be."""
+        if self._key_to_is_stored.pop(key, None) is None:
+            self._key_to_is_stored[key] = True
+
+    def note_removed(self, keys: Iterable[BlockKey]) -> None:
+        """Keys that could be found cannot any more."""
+        states = self._key_to_is_stored
+        for key in keys:
+            if states.pop(key, None) is None:
+                states[key] = False
+
+    def take(self) -> tuple[tuple[BlockKey, ...], tuple[BlockKey, ...]]:
+        """Keys stored and keys removed. Modifies: what was told is told."""
+        states, self._key_to_is_stored = self._key_to_is_stored, {}
+        stored = tuple([key for key, is_stored in states.items() if is_stored])
+        return stored, tuple([key for key, is_stored in states.items() if not is_stored])
 
 
 @dataclass(frozen=True, slots=True)

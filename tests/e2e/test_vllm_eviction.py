@@ -7,7 +7,7 @@ import random
 import pytest
 
 from shared.config import Settings
-from tests.support.engines import BLOCK_SIZE, EngineUnderTest
+from tests.support.engines import BLOCK_SIZE, ON_VLLM, EngineUnderTest
 from tests.support.eviction_workloads import (
     CHATS,
     MODELS,
@@ -92,17 +92,19 @@ async def test_chats_that_go_on_keep_their_histories_under_adaptive_as_under_lru
     assert strict.cached_tokens < 0.8 * plain.cached_tokens
 
 
-async def test_a_digest_of_the_pool_is_that_of_the_resident_keys(vllm_engine: EngineUnderTest):
-    if vllm_engine.info is not None and vllm_engine.info.eviction == "stock":
+@ON_VLLM
+async def test_a_digest_of_the_pool_is_that_of_the_resident_keys(any_engine: EngineUnderTest):
+    if any_engine.info is not None and any_engine.info.eviction == "stock":
         pytest.skip("a stock pool has no keys of ours")
-    await vllm_engine.ask(tokens(random.Random(9), NUM_SHARED_TOKENS))
-    assert await vllm_engine.engine.pool_digest() == digest_of(await vllm_engine.engine.resident())
+    await any_engine.ask(tokens(random.Random(9), NUM_SHARED_TOKENS))
+    assert await any_engine.engine.pool_digest() == digest_of(await any_engine.engine.resident())
 
 
-async def test_answers_vary_and_depend_on_the_first_block(vllm_engine: EngineUnderTest):
+@ON_VLLM
+async def test_answers_vary_and_depend_on_the_first_block(any_engine: EngineUnderTest):
     rng = random.Random(8)
     token_ids = tokens(rng, NUM_SHARED_TOKENS)
-    answer = (await vllm_engine.ask(token_ids, max_tokens=96)).token_ids
+    answer = (await any_engine.ask(token_ids, max_tokens=96)).token_ids
     assert len(set(answer)) >= 16
     other = tokens(rng, BLOCK_SIZE) + token_ids[BLOCK_SIZE:]
-    assert (await vllm_engine.ask(other, max_tokens=96)).token_ids != answer
+    assert (await any_engine.ask(other, max_tokens=96)).token_ids != answer

@@ -14,12 +14,16 @@ import pytest_asyncio
 
 from shared.types import BlockKey, CacheScheme, FinishReason, RequestId, Sampling
 from worker.engines.base import BlockChange, Engine, EngineInfo, EngineRequest
+from worker.engines.profiles import LatencyProfile
+from worker.engines.simulator import SimulatorEngine
+from worker.engines.simulator_options import SimulatorOptions
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 64
 CONTEXT_TOKENS = 1024
 SCHEME = CacheScheme("tiny", BLOCK_SIZE)
 VLLM_EVICTIONS = ("adaptive", "shared_first", "lru", "stock")
+ON_VLLM = pytest.mark.parametrize("any_engine", VLLM_EVICTIONS, indirect=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +111,46 @@ async def start_vllm(cache_dir: Path, eviction: str = "shared_first", **more: An
     return under_test
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=VLLM_EVICTIONS)
-async def vllm_engine(
+SIMULATED_PROFILE = LatencyProfile("fast", 2e-4, 1e-6, 1e-10, 1e-6, 1e-9)
+
+
+async def start_simulator(**more: Any) -> EngineUnderTest:
+    """A simulated engine of the same sizes, some thousand steps a second."""
+    under_test = EngineUnderTest()
+    options = SimulatorOptions(
+        SIMULATED_PROFILE,
+        SCHEME,
+        num_blocks=NUM_BLOCKS,
+        max_model_len_tokens=CONTEXT_TOKENS,
+        max_num_seqs=8,
+        vocabulary_size=256,
+    )
+    under_test.engine = SimulatorEngine(replace(options, **more), under_test.on_blocks, under_test.deaths.append)
+    under_test.info = await under_test.engine.start()
+    return under_test
+
+
+@pytest_asyncio.fixture(
+    scope="session",
+    loop_scope="session",
+    params=["simulator", *(pytest.param(rule, marks=(pytest.mark.vllm, pytest.mark.slow)) for rule in VLLM_EVICTIONS)],
+)
+async def any_engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EngineUnderTest]:
-    """One engine for each eviction rule, one at a time."""
-    under_test = await start_vllm(tmp_path_factory.mktemp("models"), request.param)
+    """Every kind of engine, one at a time; vLLM with each eviction rule. Those of `ON_VLLM` tests are vLLM's alone."""
+    if request.param == "simulator":
+        under_test = await start_simulator()
+    else:
+        under_test = await start_vllm(tmp_path_factory.mktemp("models"), request.param)
     yield under_test
     await under_test.engine.close()
     assert under_test.deaths == []
+
+
+async def assert_empty(engine: EngineUnderTest) -> None:
+    """After the next request everything that was freed shows as free."""
+    rng = random.Random(99)
+    await engine.ask([rng.randrange(5, 250) for _ in range(5)], max_tokens=1)
+    stats = engine.engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_used_blocks) == (0, 0, 0)

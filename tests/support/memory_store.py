@@ -1,48 +1,35 @@
-"""A store in memory that mirrors can follow: the memory directory with event streams, read piece by piece and late."""
+"""A store in memory that can be flushed and brought back, and is read piece by piece and late, by a feed that fails."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
-from shared.directory.base import Reply
-from shared.directory.feed import Entry, EntryId, Lease, Position, Standing
-from shared.directory.memory import MemoryDirectory
+from shared.directory.feed import Entry, EntryId, Position, Standing
+from shared.directory.streamed import StreamedDirectory, StreamEntry
 from shared.errors import DirectoryUnavailable
-from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Holder, Instance, WorkerId, WorkerInfo
+from shared.types import BlockKey, CacheScheme, WorkerId
 
 _KEYS_PER_PIECE = 5
 _ENTRIES_PER_READ = 3
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEntry:
-    """One entry as the store keeps it."""
-
-    number: int
-    batch: EventBatch
+SavedStore = tuple[dict[WorkerId, Any], dict[WorkerId, deque[StreamEntry]], set[WorkerId]]
 
 
-SavedStore = tuple[dict[WorkerId, Any], dict[WorkerId, list[StreamEntry]], set[WorkerId]]
-
-
-class MemoryStore(MemoryDirectory):
-    """`MemoryDirectory` that keeps the streams, canaries and places that a real store has beside the sets."""
+class MemoryStore(StreamedDirectory):
+    """`StreamedDirectory` that keeps the canaries that a real store has, and can lose and get back what it holds."""
 
     is_resting = False  # for tests to set
 
     def __init__(self, scheme: CacheScheme, clock: Callable[[], float], *, max_stream_entries: int = 40) -> None:
-        super().__init__(scheme, clock)
-        self._max_stream_entries = max_stream_entries
-        self._num_entries = 0
-        self.worker_to_stream: dict[WorkerId, list[StreamEntry]] = {}
+        super().__init__(scheme, clock, max_stream_entries=max_stream_entries)
         self.canaries: set[WorkerId] = set()
         """Workers beside whose lease the one reader has left its canary."""
-        self.written = asyncio.Event()
 
     def flush(self) -> None:
         """Come back empty."""
@@ -62,56 +49,9 @@ class MemoryStore(MemoryDirectory):
 
     def trim(self, worker: WorkerId, num_kept: int) -> None:
         """Keep the last entries of one stream only."""
-        stream = self.worker_to_stream.get(worker, [])
-        del stream[: max(0, len(stream) - num_kept)]
-
-    async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
-        self.lease(info.worker)  # what has expired takes its stream along
-        reply = await super().register(info, epoch, lease_s)
-        if reply is Reply.OK:
-            self._append(EventBatch(Holder(info.worker, epoch), 0, (), ()))
-        return reply
-
-    async def apply(self, batch: EventBatch) -> Reply:
-        entry = self._live(batch.holder.worker)
-        seq_before = entry.seq if entry is not None else 0
-        reply = await super().apply(batch)
-        if entry is not None and entry.seq > seq_before:
-            self._append(batch)
-        return reply
-
-    async def commit(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, num_keys: int) -> Reply:
-        entry = self._live(worker)
-        epoch_before = entry.epoch if entry is not None else None
-        reply = await super().commit(worker, epoch, snapshot, num_keys)
-        if entry is not None and entry.epoch != epoch_before:
-            self._append(EventBatch(Holder(worker, entry.epoch), 0, (), ()))
-        return reply
-
-    async def forget(self, worker: WorkerId, instance: Instance) -> Reply:
-        reply = await super().forget(worker, instance)
-        if reply is Reply.OK:
-            self.worker_to_stream.pop(worker, None)
-        return reply
-
-    def lease(self, worker: WorkerId) -> Lease | None:
-        """The live lease of a worker; a stream goes with it."""
-        entry = self._live(worker)
-        if entry is None:
-            self.worker_to_stream.pop(worker, None)
-            return None
-        return Lease(entry.info.instance, entry.epoch, entry.seq, entry.expires_at_s - self._clock())
-
-    def listed(self) -> list[WorkerId]:
-        return list(self._entry_of)
-
-    def _append(self, batch: EventBatch) -> None:
-        self._num_entries += 1
-        worker = batch.holder.worker
-        self.worker_to_stream.setdefault(worker, []).append(StreamEntry(self._num_entries, batch))
-        self.trim(worker, self._max_stream_entries)
-        self.written.set()
-        self.written = asyncio.Event()
+        stream = self.worker_to_stream.get(worker, deque())
+        while len(stream) > num_kept:
+            stream.popleft()
 
 
 class MemoryFeed:
@@ -169,7 +109,6 @@ class MemoryFeed:
         await self._travel()
         deadline_s = asyncio.get_running_loop().time() + wait_s
         while True:
-            written = self._store.written
             news: dict[WorkerId, Sequence[Entry]] = {}
             for worker, last in worker_to_entry.items():
                 later = [entry for entry in self._store.worker_to_stream.get(worker, ()) if entry.number > int(last)]
@@ -177,15 +116,10 @@ class MemoryFeed:
                     news[worker] = [
                         Entry(EntryId(str(entry.number)), entry.batch) for entry in later[:_ENTRIES_PER_READ]
                     ]
-            patience_s = deadline_s - asyncio.get_running_loop().time()
-            if news or patience_s <= 0.0:
+            if news or deadline_s <= asyncio.get_running_loop().time():
                 await self._travel()
                 return news
-            try:
-                async with asyncio.timeout(patience_s):
-                    await written.wait()
-            except TimeoutError:
-                continue
+            await self._store.written(worker_to_entry, deadline_s)
 
     async def close(self) -> None:
         self._store.canaries.clear()

@@ -194,3 +194,7 @@ def test_user_without_a_home_has_to_name_the_cache_folder(monkeypatch: pytest.Mo
 def test_model_name_is_the_served_one_where_given() -> None:
     assert Settings(model="tiny").model_name == "tiny"
     assert Settings(model="tiny", served_model_name="small").model_name == "small"
+
+
+def test_folder_of_traces_is_no_setting() -> None:
+    assert _load(environment={"KVROUTE_TRACE_DIR": "anywhere"}) == _load()

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from router.calibrate import compare
+from shared.errors import EngineError
+from shared.types import CacheScheme
+from shared.vtime import run_virtual
+from worker.calibration import Calibration, Sample, Timed, calibrate, fit, predict, serve
+from worker.engines.base import EngineInfo
+from worker.engines.profiles import LatencyProfile
+from worker.engines.simulator import SimulatorEngine
+from worker.engines.simulator_options import SimulatorOptions
+
+SCHEME = CacheScheme("calibrated", 16)
+TRUTH = LatencyProfile("truth", 0.02, 1e-3, 1e-7, 2e-3, 1e-6, step_budget_tokens=512, max_num_seqs=8)
+
+
+def make_engine() -> SimulatorEngine:
+    options = SimulatorOptions(TRUTH, SCHEME, num_blocks=512, max_model_len_tokens=2048, vocabulary_size=1000)
+    return SimulatorEngine(options, lambda change: None, lambda reason: None)
+
+
+def test_an_engine_of_a_known_profile_is_fitted_by_that_profile():
+    async def scenario() -> Calibration:
+        engine = make_engine()
+        return await calibrate(engine, engine.info, SCHEME, "fitted", random.Random(0))
+
+    calibration = run_virtual(scenario())
+    profile = calibration.profile
+    assert max(calibration.errors) < 0.01
+    assert profile.step_s == pytest.approx(TRUTH.step_s, rel=0.02)
+    assert profile.prefill_s_per_token == pytest.approx(TRUTH.prefill_s_per_token, rel=0.02)
+    assert profile.prefill_s_per_token_context == pytest.approx(TRUTH.prefill_s_per_token_context, rel=0.05)
+    assert profile.decode_s_per_seq == pytest.approx(TRUTH.decode_s_per_seq, rel=0.05)
+    assert profile.decode_s_per_context_token == pytest.approx(TRUTH.decode_s_per_context_token, rel=0.1)
+    assert (profile.step_budget_tokens, profile.max_num_seqs, profile.kv_capacity_tokens) == (512, 8, 512 * 16)
+
+
+def test_what_a_right_profile_predicts_is_what_was_measured():
+    rng = random.Random(1)
+    prompts = [[rng.randrange(1000) for _ in range(rng.randrange(20, 600))] for _ in range(20)]
+    prompts += prompts[:5]
+
+    async def scenario() -> tuple[list[Timed], EngineInfo]:
+        engine = make_engine()
+        return await serve(engine, prompts, [30] * len(prompts), max_in_flight=3), engine.info
+
+    timed, info = run_virtual(scenario())
+    predicted = predict(timed, TRUTH, info, SCHEME, max_in_flight=3)
+    figures = compare(timed, predicted)
+    assert figures["error_mean"] == pytest.approx(0.0, abs=1e-6)
+    assert figures["cached_tokens_predicted"] == figures["cached_tokens_measured"] > 0
+    assert figures["num_requests"] == 25
+
+
+def test_errors_are_shares_of_what_was_measured():
+    fact, guess = Timed([1], 1, 0.2, 0), Timed([1], 1, 0.25, 0)
+    figures = compare([fact, fact], [guess, fact])
+    assert figures["error_mean"] == pytest.approx(0.125)
+    assert figures["error_of_mean"] == pytest.approx(0.125)
+
+
+def test_samples_that_tell_nothing_of_steps_are_refused():
+    info = EngineInfo("none", 16, 8, 2048, 512, "lru")
+    with pytest.raises(EngineError, match="the 1 samples do not tell what a step costs"):
+        fit([Sample("attention alone", 0, 0, 1e6, 0, 0.0, 1.0)], "none", info, SCHEME)
