@@ -25,7 +25,7 @@ from worker.calibration import Calibration, Timed, calibrate, predict, serve
 from worker.process import make_engine
 
 _DEMO_SEED = 20
-_DEMO_MAX_TOKENS = 24
+_DEMO_MAX_TOKENS = 8
 _DEMO_IN_FLIGHT = 2
 _LONGEST_TOLD_ERROR = 0.15
 """A mean error over this is pointed at: rankings of policies depend on less, plans of capacity on more."""

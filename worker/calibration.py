@@ -24,7 +24,7 @@ from worker.latency import non_negative_fit
 
 _PROMPT_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 _DECODE_PROMPT_TOKENS = (32, 512)
-_DECODE_STEPS = 24
+_DECODE_STEPS = 16
 _SMALLEST_TOKEN_ID, _LARGEST_TOKEN_ID = 5, 250
 """Ordinary ones in every vocabulary."""
 
