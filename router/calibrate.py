@@ -21,12 +21,14 @@ from router.tokenizer import Tokenizer
 from shared.config import Settings
 from shared.errors import ConfigError, OutputError
 from shared.types import CacheScheme
-from worker.calibration import Calibration, Timed, calibrate, predict, serve
+from worker.calibration import Calibration, Timed, calibrate, fastest, predict, serve
 from worker.process import make_engine
 
 _DEMO_SEED = 20
-_DEMO_MAX_TOKENS = 24
+_DEMO_MAX_TOKENS = 8
 _DEMO_IN_FLIGHT = 2
+_NUM_PASSES = 3
+"""The fastest of which counts for each request, as in the fit."""
 _LONGEST_TOLD_ERROR = 0.15
 """A mean error over this is pointed at: rankings of policies depend on less, plans of capacity on more."""
 
@@ -53,10 +55,16 @@ async def run_calibrate(
         timed: list[Timed] = []
         if is_validated:
             prompts = await _demo_prompts(folder, info.max_model_len_tokens)
-            say(f"timing the {len(prompts)} prompts of the demo, {_DEMO_IN_FLIGHT} at once")
-            await engine.reset_cache()
             most = [_DEMO_MAX_TOKENS] * len(prompts)
-            timed = await serve(engine, prompts, most, max_in_flight=_DEMO_IN_FLIGHT)
+            passes = []
+            for number in range(_NUM_PASSES):
+                say(
+                    f"timing the {len(prompts)} prompts of the demo, {_DEMO_IN_FLIGHT} at once: "
+                    f"pass {number + 1} of {_NUM_PASSES}"
+                )
+                await engine.reset_cache()
+                passes.append(await serve(engine, prompts, most, max_in_flight=_DEMO_IN_FLIGHT))
+            timed = fastest(passes)
     figures: dict[str, Any] = _fit_figures(calibration)
     if is_validated:
         predicted = await asyncio.to_thread(

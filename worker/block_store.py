@@ -102,7 +102,6 @@ class BlockStore:
         key: BlockKey,
         parent: BlockKey,
         request: str,
-        *,
         before: int | None = None,
         is_low_priority: bool = False,
     ) -> bool:
@@ -117,7 +116,7 @@ class BlockStore:
             return False
         self._parents[block] = parent
         self._is_first[block] = before is None
-        is_new = self.free.cache(block, key, request, parent=before, is_low_priority=is_low_priority)
+        is_new = self.free.cache(block, key, request, before, is_low_priority)
         if is_new and self._changes is not None:
             self._changes.note_stored(key)
         return True

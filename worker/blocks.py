@@ -122,20 +122,16 @@ class BlockPool:
                 f"to {sequence.num_tokens}"
             )
         sequence.num_computed_tokens = num_computed_tokens
-        while sequence.is_findable and sequence.num_committed_blocks < num_computed_tokens // self.block_size_tokens:
-            number = sequence.num_committed_blocks
-            sequence.is_findable = self._store.publish(
-                sequence.blocks[number],
-                sequence.keys[number],
-                sequence.keys[number - 1] if number else sequence.root,
-                sequence.request,
-                before=sequence.blocks[number - 1] if number else None,
-                is_low_priority=sequence.is_low_priority,
-            )
-            if sequence.is_findable:
-                sequence.num_committed_blocks += 1
-            else:
+        if not sequence.is_findable:
+            return
+        blocks, keys, publish = sequence.blocks, sequence.keys, self._store.publish
+        for number in range(sequence.num_committed_blocks, num_computed_tokens // self.block_size_tokens):
+            parent, before = (keys[number - 1], blocks[number - 1]) if number else (sequence.root, None)
+            if not publish(blocks[number], keys[number], parent, sequence.request, before, sequence.is_low_priority):
+                sequence.is_findable = False
                 self._num_collisions += 1
+                return
+            sequence.num_committed_blocks += 1
 
     def append(
         self, sequence: Sequence, packed_tokens: bytes, *, keys: Rows[BlockKey] | None = None

@@ -1,8 +1,8 @@
 """Fits a latency profile to a live engine, and tells how well a profile predicts what an engine does.
 
 Steps cannot be seen from outside, so requests are timed that take known steps: prompts of several sizes up to their
-first token, and groups of equal answers from the last first token on. Each is timed several times and the fastest
-counts, since a machine that does something else makes steps longer and never shorter.
+first token, and groups of equal answers from the last first token on. All are timed in several rounds and the fastest
+of each counts, since a machine that does something else makes steps longer and never shorter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shared.errors import EngineError
 from shared.types import CacheScheme, RequestId, Sampling
@@ -24,7 +25,7 @@ from worker.latency import non_negative_fit
 
 _PROMPT_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 _DECODE_PROMPT_TOKENS = (32, 512)
-_DECODE_STEPS = 24
+_DECODE_STEPS = 16
 _SMALLEST_TOKEN_ID, _LARGEST_TOKEN_ID = 5, 250
 """Ordinary ones in every vocabulary."""
 
@@ -43,6 +44,11 @@ class Sample:
     elapsed_s: float
 
     @property
+    def step_s(self) -> float:
+        """The time of one step."""
+        return self.elapsed_s / max(1, self.num_steps)
+
+    @property
     def terms(self) -> tuple[float, ...]:
         """In the order of a profile's times."""
         return (
@@ -52,6 +58,9 @@ class Sample:
             self.num_decode_seqs,
             self.num_context_tokens,
         )
+
+
+Measure = Callable[[], Awaitable[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +83,33 @@ async def calibrate(
     name: str,
     rng: random.Random,
     *,
-    num_repeats: int = 3,
+    num_rounds: int = 4,
     say: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
     """Measure a started engine that nobody else uses. Takes what some dozens of its requests take."""
     bench = _Bench(engine, info, rng)
     await bench.prefill(64)  # the first request of an engine pays for what the others find made
-    samples = []
+    measures: list[Measure] = []
     for num_tokens in _PROMPT_TOKENS:
         if num_tokens < info.max_model_len_tokens:
-            say(f"timing prompts of {num_tokens} tokens")
-            samples.append(await _fastest(lambda: bench.prefill(num_tokens), num_repeats))  # noqa: B023
+            measures.append(partial(bench.prefill, num_tokens))
     num_seqs = 1
     while num_seqs <= info.max_num_seqs:
         for num_tokens in _DECODE_PROMPT_TOKENS:
             num_blocks = -(-(num_tokens + _DECODE_STEPS + 1) // scheme.block_size_tokens)
             if num_tokens + _DECODE_STEPS + 1 < info.max_model_len_tokens and num_seqs * num_blocks <= info.num_blocks:
-                say(f"timing {num_seqs} answers to prompts of {num_tokens} tokens")
-                samples.append(await _fastest(lambda: bench.decode(num_seqs, num_tokens), num_repeats))  # noqa: B023
+                measures.append(partial(bench.decode, num_seqs, num_tokens))
         num_seqs *= 2
+    best: dict[str, Sample] = {}
+    # Rounds, not repeats one after another: what disturbs the machine lasts a while.
+    for number in range(num_rounds):
+        say(f"timing prompts and answers, round {number + 1} of {num_rounds}")
+        for measure in measures:
+            sample = await measure()
+            known = best.setdefault(sample.what, sample)
+            if sample.step_s < known.step_s:
+                best[sample.what] = sample
+    samples = list(best.values())
     return fit(samples, name, info, scheme)
 
 
@@ -175,11 +192,6 @@ class _Bench:
         return times_s
 
 
-async def _fastest(measure: Callable[[], Awaitable[Sample]], num_repeats: int) -> Sample:
-    samples = [await measure() for _ in range(num_repeats)]
-    return min(samples, key=lambda sample: sample.elapsed_s / sample.num_steps)
-
-
 @dataclass(frozen=True, slots=True)
 class Timed:
     """One request as an engine served it."""
@@ -188,6 +200,11 @@ class Timed:
     num_output_tokens: int
     ttft_s: float
     cached_tokens: int
+
+
+def fastest(passes: Sequence[Sequence[Timed]]) -> list[Timed]:
+    """Of several passes over the same prompts, each request as it was served soonest."""
+    return [min(times, key=lambda timed: timed.ttft_s) for times in zip(*passes, strict=True)]
 
 
 async def serve(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -12,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import ConfigError, EngineError
+from shared.hashing import pack_tokens
 from shared.types import BlockKey, CacheScheme, FinishReason, RequestId, Sampling
 from shared.vtime import run_virtual
-from worker.engines.base import BlockChange, EngineRequest
+from worker.engines.base import BlockChange, EngineDelta, EngineRequest
 from worker.engines.profiles import LatencyProfile
 from worker.engines.simulator import SimulatorEngine
 from worker.engines.simulator_options import SimulatorOptions
@@ -351,3 +353,46 @@ def test_whatever_comes_nothing_is_lost_and_merging_deltas_changes_no_time(jobs:
         # What is cancelled has told less where deltas are merged.
         assert other_tokens == tokens[: len(other_tokens)]
         assert finish is FinishReason.ABORT or other_tokens == tokens
+
+
+class Gaps:
+    """A listener that notes the times of deltas and the longest gap that it is told of."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        self.longest_gap_s = 0.0
+
+    def push(self, delta: EngineDelta, longest_gap_s: float) -> None:
+        self.times_s.append(asyncio.get_running_loop().time())
+        self.longest_gap_s = longest_gap_s
+
+    def fail(self, error: EngineError) -> None:
+        raise error
+
+
+def test_the_longest_gap_between_tokens_is_known_without_telling_them_one_by_one() -> None:
+    async def scenario(tokens_per_delta: int) -> list[Gaps]:
+        async with bench(
+            num_blocks=20, max_model_len_tokens=320, max_num_seqs=4, tokens_per_delta=tokens_per_delta
+        ) as simulated:
+            rng = random.Random(7)
+            listeners = []
+            for number in range(12):
+                await asyncio.sleep(rng.uniform(0.0, 12.0))
+                listeners.append(Gaps())
+                simulated.engine.submit(
+                    RequestId(f"g{number}"),
+                    pack_tokens(prompt(number, rng.randrange(5, 150))),
+                    Sampling(rng.randrange(2, 90), ignore_eos=True),
+                    listeners[-1],
+                )
+            while simulated.engine.stats().num_running + simulated.engine.stats().num_waiting:
+                await asyncio.sleep(10.0)
+            assert simulated.engine.num_preemptions > 0
+            return listeners
+
+    for one_by_one, merged in zip(run(scenario(1)), run(scenario(MERGED)), strict=True):
+        times_s = one_by_one.times_s
+        longest_gap_s = max(after - before for before, after in itertools.pairwise(times_s))
+        assert one_by_one.longest_gap_s == pytest.approx(longest_gap_s, abs=1e-6)
+        assert merged.longest_gap_s == pytest.approx(longest_gap_s, abs=1e-6)
