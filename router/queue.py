@@ -139,7 +139,8 @@ class HoldQueue:
         """
         if self._is_closed:
             raise NoWorker("the router is closing")
-        if len(self._held) >= self._max_held:
+        # Who was let in once is not refused for having met a worker that failed.
+        if not excluded and len(self._held) >= self._max_held:
             raise Overloaded(f"{len(self._held)} requests are held already", retry_after_s=1.0)
         num_blocks = -(-(request.num_prompt_tokens + self._expected_output_tokens(request)) // self._block_size_tokens)
         held = _Held(
