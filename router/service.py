@@ -227,6 +227,8 @@ class Router:
                 f"and cannot go on elsewhere since it sets {', '.join(reasons)}"
             ) from error
         if len(failures) >= self._max_attempts:
+            if len(failures) == 1:
+                raise error
             raise AttemptsExhausted(f"failed on {len(failures)} workers: {', '.join(failures)}") from error
         if isinstance(error, Overloaded) and self._clock() - trace.received_at_s >= self._queue_timeout_s:
             raise error
