@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -96,7 +96,7 @@ class Fleet:
         clock: Callable[[], float],
         on_change: OnChange,
         on_leave: Callable[[WorkerId], None],
-        only: frozenset[WorkerId] | None = None,
+        only: Container[WorkerId] | None = None,
         refresh_s: float = 1.0,
     ) -> None:
         self._directory = directory

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Container, Mapping, Sequence
 from contextlib import aclosing
 
 from router.continuation import continued, finish_at_border, reasons_against_continuing
@@ -55,7 +55,7 @@ class Router:
         max_held: int = 4096,
         queue_timeout_s: float = 600.0,
         min_prefix_tokens: int = 0,
-        only: frozenset[WorkerId] | None = None,
+        only: Container[WorkerId] | None = None,
         refresh_s: float = 1.0,
     ) -> None:
         clock = asyncio.get_running_loop().time

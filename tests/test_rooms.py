@@ -71,6 +71,7 @@ OWN_ARGUMENTS = {
     "lengths",
     "messages",
     "name",
+    "num_workers",
     "on_workers",
     "output",
     "output_dir",
@@ -83,6 +84,7 @@ OWN_ARGUMENTS = {
     "version",
     "view",
     "weights",
+    "worker",
 }
 """Arguments of single commands. Every other flag is a setting."""
 
