@@ -1,169 +1,177 @@
-"""A deployment that grows and shrinks while a batch runs on it: no row is lost, and no answer is another one."""
+"""A deployment that grows and shrinks under requests: none is lost, and no answer is another one."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
-from router import runfile
-from tests.support.batches import chat_row, read_records, write_rows
+from router import launch, runfile
+from shared.config import Settings
+from tests.support.batches import chat_row, write_rows
 from tests.support.commands import assert_no_process_left, run_command, start_command, tagged_environment
+from tests.support.streams import Streamed, assert_whole, streams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
 
-TINY = ["--model", "tiny", "--dtype", "float32", "--kv-cache-blocks", "200", "--max-model-len", "2048"]
-NUM_ROWS = 400
+TINY = ["--model", "tiny", "--dtype", "float32", "--max-num-seqs", "4"]
+TINY += ["--kv-cache-blocks", "200", "--max-model-len", "2048"]
+    "--model",
+    "tiny",
+    "--dtype",
+    "float32",
+    "--kv-cache-blocks",
+    "200",
+    "--max-model-len",
+    "2048",
+    "--max-num-seqs",
+    "4",
+]
+NUM_PROMPTS, NUM_TOKENS = 40, 96
 PATIENCE_S = 240.0
 
 
 class Deployment:
-    """One `kvroute up` and the commands that are given to it."""
+    """One `kvroute up`, the commands that are given to it, and a router that asks it without a pause."""
 
-    def __init__(self, run_dir: str, environment: Mapping[str, str]) -> None:
-        self._common = ["--run-dir", run_dir]
+    def __init__(self, run_dir: Path, environment: Mapping[str, str]) -> None:
+        self.run_dir = run_dir
         self._environment = environment
 
-    def run(self, *arguments: str | Path) -> tuple[int, str]:
-        done = run_command(*arguments, *self._common, environment=self._environment)
+    async def run(self, *arguments: str | Path) -> tuple[int, str]:
+        """One command's exit code and what it said."""
+        done = await asyncio.to_thread(
+            run_command, *arguments, "--run-dir", self.run_dir, environment=self._environment
+        )
         assert "Traceback" not in done.stderr, done.stderr
         return done.returncode, done.stderr
 
-    def start(self, *arguments: str | Path) -> Any:
-        return start_command(*arguments, *self._common, environment=self._environment)
-
-    def start_until(self, word: str, *arguments: str | Path) -> Any:
-        """Start a command and wait until it says `word`."""
-        process = self.start(*arguments)
-        for line in process.stderr:
+    async def start_until(self, word: str, *arguments: str | Path) -> Any:
+        """Start a command and wait until it says `word`, or ends."""
+        process = start_command(*arguments, "--run-dir", self.run_dir, environment=self._environment)
+        while line := await asyncio.to_thread(process.stderr.readline):
             if word in line:
-                return process
-        raise AssertionError(f"{arguments} never said {word!r}")
+                break
+        return process
 
-    def workers(self) -> dict[str, dict[str, Any]]:
-        status = run_command("status", "--json", *self._common, environment=self._environment)
-        return {worker["worker"]: worker for worker in json.loads(status.stdout)["workers"]}
+    async def states(self) -> dict[str, str]:
+        status = await asyncio.to_thread(
+            run_command, "status", "--json", "--run-dir", self.run_dir, environment=self._environment
+        )
+        return {worker["worker"]: worker["state"] for worker in json.loads(status.stdout)["workers"]}
+
+    @asynccontextmanager
+    async def under_load(self) -> AsyncIterator[list[Streamed]]:
+        """What an attached router is asked, some at any time; at the end all of it is whole."""
+        run = runfile.running(self.run_dir)
+        asked: list[Streamed] = []
+        settings = Settings(**run.settings).model_copy(update={"max_attempts": 1})
+        async with launch.attached(run, settings, lambda line: None) as serving:
+            is_over = False
+
+            async def ask_on(place: int) -> None:
+                while not is_over:
+                    one = streams(f"{len(asked)}", NUM_PROMPTS, NUM_TOKENS)[len(asked) % NUM_PROMPTS]
+                    asked.append(one)
+                    await one.read(serving.router)
+
+            async with asyncio.TaskGroup() as places:
+                for place in range(12):
+                    places.create_task(ask_on(place))
+                yield asked
+                is_over = True
+            assert len(serving.router.queue) == serving.router.fleet.num_bookings == 0
+        prompt_to_answer = {tuple(one.prompt): one.token_ids for one in asked}
+        assert_whole(asked, [prompt_to_answer[tuple(one.prompt)] for one in asked])
+        assert min(len(set(token_ids)) for token_ids in prompt_to_answer.values()) >= 16
 
 
-@pytest.fixture
-def deployment() -> Iterator[Deployment]:
+@pytest_asyncio.fixture
+async def deployment() -> AsyncIterator[Deployment]:
     tag = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as run_dir:
-        deployment = Deployment(run_dir, tagged_environment(tag))
+        deployment = Deployment(Path(run_dir), tagged_environment(tag))
         try:
-            code, told = deployment.run("up", "--workers", "1", "--max-num-seqs", "4", *TINY)
+            code, told = await deployment.run("up", "--workers", "1", *TINY)
             assert code == 0, told
             yield deployment
         finally:
-            deployment.run("down")
+            await deployment.run("down")
             assert_no_process_left(tag)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
-def rows() -> list[dict[str, object]]:
-    beginnings = [f"beginning {group} " * 30 for group in range(4)]
-    return [
-        chat_row(
-            f"row-{index}",
-            f"{beginnings[index % 4]} question {index}",
-            model="tiny",
-            max_tokens=160,
-            temperature=0.0,
-            ignore_eos=True,
-        )
-        for index in range(NUM_ROWS)
-    ]
+def is_asked(asked: list[Streamed], worker: str, since: int) -> bool:
+    return any(one.trace.worker == worker for one in asked[since:])
 
 
-def answers(path: Path) -> dict[str, str]:
-    records = read_records(path)
-    assert [record["error"] for record in records] == [None] * len(records)
-    texts = {record["custom_id"]: record["response"]["body"]["choices"][0]["message"]["content"] for record in records}
-    assert len(texts) == len(records) == NUM_ROWS
-    return texts
+async def test_workers_come_and_go_under_a_router_that_loses_nothing(tmp_path: Path, deployment: Deployment) -> None:
+    async with deployment.under_load() as asked:
+        for arguments, answer in (
+            (("drain", "w0"), "without w0 no worker is left that takes requests"),
+            (("drain", "w7"), "there is no worker 'w7'; the workers are w0"),
+            (("scale", "999"), "too many workers: 999 workers need 999 CPU"),
+        ):
+            code, told = await deployment.run(*arguments)
+            assert (code, answer in told) == (2, True), told
+        assert await deployment.states() == {"w0": "ready"}
+
+        scaling = await deployment.start_until("starting 1 workers", "scale", "2")
+        code, told = await deployment.run("scale", "1")
+        assert (code, "another `kvroute up`, `scale` or `drain` is at work" in told) == (2, True), told
+        _, told = await asyncio.to_thread(scaling.communicate)
+        assert (scaling.returncode, "2 workers serve tiny: w0, w1" in told) == (0, True), told
+        await until(lambda: is_asked(asked, "w1", 0))
+
+        # Without a wait: what runs on it goes on elsewhere, though a request that fails is not tried again here.
+        code, told = await deployment.run("scale", "1", "--drain-timeout-s", "0")
+        assert (code, "worker w1 has left" in told, "1 workers serve tiny: w0" in told) == (0, True, True), told
+        code, told = await deployment.run("scale", "1")
+        assert (code, "1 workers serve tiny: w0" in told) == (0, True), told
+
+        num_asked = len(asked)
+        code, told = await deployment.run("scale", "2")
+        assert (code, "2 workers serve tiny: w0, w1" in told) == (0, True), told
+        await until(lambda: is_asked(asked, "w1", num_asked))
+
+        rows = [chat_row(f"row-{index}", f"question {index}", model="tiny", max_tokens=64) for index in range(200)]
+        input_path, output_path = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+        batch = await deployment.start_until("using the 2 workers", "batch", input_path, "-o", output_path)
+        await until(lambda: output_path.exists() and bool(output_path.stat().st_size))
+        code, told = await deployment.run("drain", "w0")
+        assert (code, "worker w0 has left\n" in told, "1 workers serve tiny: w1" in told) == (0, True, True), told
+        _, told = await asyncio.to_thread(batch.communicate)
+        assert (batch.returncode, "200 rows answered, 0 failed" in told) == (0, True), told
+        num_asked = len(asked)
+        await until(lambda: is_asked(asked, "w1", num_asked))
 
 
-def test_workers_come_and_go_under_a_batch_that_loses_nothing(tmp_path: Path, deployment: Deployment) -> None:
-    input_path = write_rows(tmp_path / "in.jsonl", rows())
-    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
-
-    code, told = deployment.run("drain", "w0")
-    assert (code, "without w0 no worker is left" in told) == (2, True), told
-    code, told = deployment.run("drain", "w7")
-    assert (code, "no worker 'w7'; the workers are w0" in told) == (2, True), told
-    code, told = deployment.run("scale", "999")
-    assert (code, "999 workers need 999 CPU" in told) == (2, True), told
-    assert list(deployment.workers()) == ["w0"]
-
-    batch = deployment.start("batch", input_path, "-o", first, "--max-attempts", "1")
-    scaling = deployment.start_until("starting 1 workers", "scale", "2")
-    code, told = deployment.run("scale", "1")
-    assert (code, "another `kvroute up`, `scale` or `drain` is at work" in told) == (2, True), told
-    _, told = scaling.communicate(timeout=PATIENCE_S)
-    assert (scaling.returncode, "2 workers serve tiny: w0, w1" in told) == (0, True), told
-    until(lambda: bool(deployment.workers()["w1"]["num_running"]))
-
-    # Without a wait: what runs on it goes on elsewhere. A single attempt is allowed, and this is none.
-    code, told = deployment.run("scale", "1", "--drain-timeout-s", "0")
-    assert (code, "1 workers serve tiny: w0" in told) == (0, True), told
-    assert "worker w1 has left; " in told
-    assert "still running and go on elsewhere" in told
-    _, told = batch.communicate(timeout=PATIENCE_S)
-    assert (batch.returncode, f"{NUM_ROWS} rows answered, 0 failed" in told) == (0, True), told
-
-    code, told = deployment.run("scale", "2")
-    assert (code, "2 workers serve tiny: w0, w1" in told) == (0, True), told
-    batch = deployment.start("batch", input_path, "-o", second, "--max-attempts", "1")
-    until(lambda: all(worker["num_running"] for worker in deployment.workers().values()))
-    code, told = deployment.run("drain", "w0")
-    assert (code, "worker w0 has left\n" in told, "1 workers serve tiny: w1" in told) == (0, True, True), told
-    _, told = batch.communicate(timeout=PATIENCE_S)
-    assert (batch.returncode, f"{NUM_ROWS} rows answered, 0 failed" in told) == (0, True), told
-
-    assert answers(first) == answers(second)
-    assert len(set(answers(first)["row-0"])) >= 16
-
-
-def test_drain_whose_command_is_killed_ends_all_the_same_and_the_next_scale_mends_the_rest(
-    tmp_path: Path, deployment: Deployment
+async def test_drain_whose_command_is_killed_ends_all_the_same_and_the_next_scale_mends_the_rest(
+    deployment: Deployment,
 ) -> None:
-    code, told = deployment.run("scale", "2")
-    assert code == 0, told
-    output_path = tmp_path / "out.jsonl"
-    batch = deployment.start("batch", write_rows(tmp_path / "in.jsonl", rows()), "-o", output_path)
-    until(lambda: all(worker["num_running"] for worker in deployment.workers().values()))
-    draining = deployment.start_until("draining w1", "scale", "1", "--drain-timeout-s", "600")
-    until(lambda: deployment.workers()["w1"]["state"] != "ready")
-    draining.kill()
-    draining.communicate()
+    async with deployment.under_load() as asked:
+        code, told = await deployment.run("scale", "2")
+        assert code == 0, told
+        await until(lambda: is_asked(asked, "w1", 0))
+        draining = await deployment.start_until("draining w1", "scale", "1")
+        draining.kill()
+        await asyncio.to_thread(draining.communicate)
 
-    code, told = deployment.run("scale", "2")
-    assert (code, "2 workers serve tiny: w0, w2" in told or "2 workers serve tiny: w0, w1" in told) == (0, True), told
-    assert {worker["state"] for worker in deployment.workers().values()} == {"ready"}
-    _, told = batch.communicate(timeout=PATIENCE_S)
-    assert (batch.returncode, len(answers(output_path))) == (0, NUM_ROWS), told
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "abc", "1.5", "4097", ""])
-def test_number_of_workers_that_is_none_is_refused(tmp_path: Path, number: str) -> None:
-    run = run_command("scale", number, "--run-dir", tmp_path, environment=tagged_environment("none"))
-    assert (run.returncode, f"scale {number}: not a number of workers" in run.stderr) == (2, True), run.stderr
-
-
-@pytest.mark.parametrize("arguments", [("scale", "2"), ("drain", "w0")])
-def test_nothing_that_runs_is_nothing_to_change(tmp_path: Path, arguments: tuple[str, str]) -> None:
-    run = run_command(*arguments, "--run-dir", tmp_path, environment=tagged_environment("none"))
-    assert (run.returncode, "nothing is running; `kvroute up` starts workers" in run.stderr) == (2, True), run.stderr
-    assert runfile.read_run(tmp_path) is None
+        code, told = await deployment.run("scale", "2")
+        assert (code, "2 workers serve tiny: w0, w" in told) == (0, True), told
+        assert list((await deployment.states()).values()) == ["ready", "ready"]
+        num_asked = len(asked)
+        await until(lambda: len({one.trace.worker for one in asked[num_asked:]} - {None}) == 2)
