@@ -24,17 +24,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.redis, pytest.mark.
 
 TINY = ["--model", "tiny", "--dtype", "float32", "--max-num-seqs", "4"]
 TINY += ["--kv-cache-blocks", "200", "--max-model-len", "2048"]
-    "--model",
-    "tiny",
-    "--dtype",
-    "float32",
-    "--kv-cache-blocks",
-    "200",
-    "--max-model-len",
-    "2048",
-    "--max-num-seqs",
-    "4",
-]
 NUM_PROMPTS, NUM_TOKENS = 40, 96
 PATIENCE_S = 240.0
 
