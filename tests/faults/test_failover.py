@@ -171,18 +171,20 @@ def send(processes: list[psutil.Process], sent: signal.Signals) -> None:
             process.send_signal(sent)
 
 
-async def catch(ground: Ground, asked: list[Streamed], processes: list[psutil.Process], worker: WorkerId) -> None:
+async def catch(asked: list[Streamed], worker_to_processes: dict[WorkerId, list[psutil.Process]]) -> WorkerId:
     """Stop a worker in the middle of an answer: only of a stopped one is it sure that it cannot reach the end first."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            while not any(one.is_under_way_on(worker) for one in asked):
-                assert any(one.finish is None for one in asked), f"worker {worker} never got a request"
-                await asyncio.sleep(0.001)
-            send(processes, signal.SIGSTOP)
-            await asyncio.sleep(QUIET_S)
-            if any(one.is_under_way_on(worker) for one in asked):
-                return
-            send(processes, signal.SIGCONT)
+            assert any(one.finish is None for one in asked), "nobody was caught before all was answered"
+            for worker, processes in worker_to_processes.items():
+                if not any(one.is_under_way_on(worker) for one in asked):
+                    continue
+                send(processes, signal.SIGSTOP)
+                await asyncio.sleep(QUIET_S)
+                if any(one.is_under_way_on(worker) for one in asked):
+                    return worker
+                send(processes, signal.SIGCONT)
+            await asyncio.sleep(0.001)
 
 
 def engine_of(processes: list[psutil.Process]) -> psutil.Process:
@@ -193,13 +195,14 @@ def engine_of(processes: list[psutil.Process]) -> psutil.Process:
     )
 
 
-async def disturbed(ground: Ground, fault: str, worker: WorkerId) -> list[Streamed]:
-    """Ask everything, and let the fault happen to the worker while it answers."""
-    processes = await ground.processes(worker)
+async def disturbed(ground: Ground, fault: str, workers: list[WorkerId]) -> WorkerId:
+    """Ask everything, and let the fault happen to one of the workers while it answers. Every answer is whole."""
+    worker_to_processes = {worker: await ground.processes(worker) for worker in workers}
     asked = streams(fault, NUM_REQUESTS, NUM_TOKENS)
     reading = [asyncio.create_task(one.read(ground.router)) for one in asked]
     try:
-        await catch(ground, asked, processes, worker)
+        worker = await catch(asked, worker_to_processes)
+        processes = worker_to_processes[worker]
         if fault == "engine killed":
             engine_of(processes).kill()
             send(processes, signal.SIGCONT)
@@ -215,11 +218,15 @@ async def disturbed(ground: Ground, fault: str, worker: WorkerId) -> list[Stream
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*reading)
     finally:
-        send(processes, signal.SIGCONT)
+        for processes in worker_to_processes.values():
+            send(processes, signal.SIGCONT)
         for task in reading:
             task.cancel()
     ground.note(fault, asked)
-    return asked
+    assert_whole(asked, ground.expected)
+    assert any(one.trace.num_continuations for one in asked if worker in one.trace.failed_workers)
+    assert len(ground.router.queue) == ground.router.fleet.num_bookings == 0
+    return worker
 
 
 async def test_undisturbed_answers_are_worth_comparing(ground: Ground) -> None:
@@ -232,11 +239,7 @@ async def test_undisturbed_answers_are_worth_comparing(ground: Ground) -> None:
 async def test_fault_of_one_worker_is_seen_by_no_reader(ground: Ground, fault: str) -> None:
     await until(lambda: len(ground.connected()) >= 2)
     on_node = await ground.on_node()
-    victim = next(worker for worker in ground.connected() if worker != on_node)
-    asked = await disturbed(ground, fault, victim)
-    assert_whole(asked, ground.expected)
-    assert any(one.trace.num_continuations for one in asked if victim in one.trace.failed_workers)
-    assert len(ground.router.queue) == ground.router.fleet.num_bookings == 0
+    await disturbed(ground, fault, [worker for worker in ground.connected() if worker != on_node])
 
 
 async def test_killed_router_breaks_its_own_requests_only(ground: Ground) -> None:
@@ -279,9 +282,5 @@ async def test_killed_router_breaks_its_own_requests_only(ground: Ground) -> Non
 
 async def test_lost_node_is_seen_by_no_reader(ground: Ground) -> None:
     await until(lambda: len(ground.connected()) >= 2)
-    victim = await ground.on_node()
-    asked = await disturbed(ground, "node lost", victim)
-    assert_whole(asked, ground.expected)
-    assert any(one.trace.num_continuations for one in asked if victim in one.trace.failed_workers)
-    assert victim not in ground.connected()
-    assert len(ground.router.queue) == ground.router.fleet.num_bookings == 0
+    lost = await disturbed(ground, "node lost", [await ground.on_node()])
+    assert lost not in ground.connected()
