@@ -14,6 +14,7 @@ Measure = Callable[[Callable[[str], None]], Coroutine[Any, Any, dict[str, float]
 BENCHMARKS: Mapping[str, str] = MappingProxyType(
     {
         "blocks": "worker.bench",
+        "decision": "router.decision_bench",
         "directory": "shared.directory.bench",
     }
 )

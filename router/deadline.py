@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 
-from router.policies.base import Load
+from router.policies.base import Loads
 from shared.errors import DeadlineExceeded
 from shared.messages import Delta
 
 
-def least_prefill_s(loads: Iterable[Load], uncached_tokens: Iterable[int]) -> float:
+def least_prefill_s(loads: Loads, uncached_tokens: Sequence[int]) -> float:
     """The least time in which any worker can compute its uncached tokens; 0.0 while one of them has not measured."""
-    times_s = [
-        load.prefill_s_per_token * num_tokens if load.step_s else 0.0
-        for load, num_tokens in zip(loads, uncached_tokens, strict=True)
-    ]
-    return min(times_s, default=0.0)
+    if not uncached_tokens or not loads.step_s.all():
+        return 0.0
+    return float((loads.prefill_s_per_token * uncached_tokens).min())
 
 
 class UntilDeadline:

@@ -4,49 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from statistics import median_low
+from functools import partial
 
-from router.policies.base import Load
-from shared.directory.base import Directory, WorkerRecord
+from router.bookings import Booking, Claims
+from router.loads import Column, Fixed, LoadTable
+from router.policies.base import Loads
+from router.suspicion import Suspicion
+from shared.directory.base import Directory, RouterPlace, WorkerRecord
 from shared.errors import AuthenticationFailed, DirectoryUnavailable, KvrouteError, WorkerLost
 from shared.hashing import pack_tokens
 from shared.transport.base import OnChange, WorkerClient
-from shared.types import Instance, RequestId, Sampling, WorkerId, WorkerStatus
+from shared.types import Instance, RequestId, RouterId, Sampling, WorkerId, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
-_NOMINAL_PREFILL_S_PER_TOKEN = 1e-4
-"""Stands in until any worker has measured itself. Only ratios decide, so any positive number would do."""
 _REST_S = 1.0
 """How long a worker that broke or answered busy is passed over when it names no time itself."""
 _MAX_REST_S = 30.0
-_MAX_FAILURES = 5
-"""Failures in a row that make a worker suspect. One bad request fails a worker only as often as it is attempted."""
 _PROBE_TIMEOUT_S = 10.0
-_OVERLOOKED_AFTER = 32
-"""A worker that none of this many sends for each worker went to counts as no slower than its peers: what it said of its
-speed is old by then, and only a request can renew it. Counted in sends, so that fleets of all speeds do the same."""
+_ROUTER_LEASE_REFRESHES = 3.0
+"""A router that has not been heard of for so many refreshes is not counted by its peers any more."""
 
 Connect = Callable[[WorkerRecord, OnChange], WorkerClient]
-
-
-@dataclass(slots=True, eq=False)
-class Booking:
-    """One request's claim on a worker, from the decision until its end."""
-
-    request: RequestId
-    worker: WorkerId
-    instance: Instance
-    client: WorkerClient
-    uncached_tokens: int
-    demand_blocks: int
-    submit: int | None = None
-    """The number of the submit on the worker's client, so that a status can tell whether it counts it."""
-    has_first_token: bool = False
 
 
 @dataclass(slots=True)
@@ -54,25 +38,15 @@ class _Member:
     record: WorkerRecord
     client: WorkerClient
     is_cache_aware: bool
-    bookings: set[Booking] = field(default_factory=set)
+    claims: Claims = field(default_factory=Claims)
     rest_until_s: float = 0.0
     last_booking: int = 0
     """The number of the last send that went to it, of all sends of this router."""
     probe: asyncio.Task[None] | None = None
-
-
-@dataclass(slots=True)
-class _Suspect:
-    """What speaks against one life of a worker; once it has a delay it is open, with probes in place of traffic."""
-
-    num_failures: int = 0
-    """Failures since the last request that it finished."""
-    delay_s: float = 0.0
-    retry_at_s: float = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return self.delay_s > 0.0
+    state: str = "away"
+    """As of the last roll call."""
+    column: int | None = None
+    """Its place among the loads, if it may be sent to."""
 
 
 class Fleet:
@@ -83,7 +57,7 @@ class Fleet:
     stands is better proof of life than a lease that the store has lost. With `only`, workers of other names are left
     to the deployments that started them.
 
-    A worker that cannot be reached, or that broke `_MAX_FAILURES` requests in a row, is suspect: it gets a probe after
+    A worker that cannot be reached, or that broke `MAX_FAILURES` requests in a row, is suspect: it gets a probe after
     growing pauses and nothing else until one succeeds. Refusals and busy answers are no failures.
     """
 
@@ -96,6 +70,7 @@ class Fleet:
         clock: Callable[[], float],
         on_change: OnChange,
         on_leave: Callable[[WorkerId], None],
+        router: RouterId | None = None,
         only: Container[WorkerId] | None = None,
         refresh_s: float = 1.0,
     ) -> None:
@@ -105,22 +80,38 @@ class Fleet:
         self._clock = clock
         self._on_change = on_change
         self._on_leave = on_leave
+        self._router = router
         self._only = only
         self._refresh_s = refresh_s
         self._members: dict[WorkerId, _Member] = {}
-        self._suspects: dict[Instance, _Suspect] = {}
+        self._worker_to_instance: Mapping[WorkerId, Instance] | None = None
+        self._table = LoadTable()
+        self._is_roll_due = True
+        """Whether who may be sent to has changed since the last roll call."""
+        self._unwritten: set[WorkerId] = set()
+        """Workers with news that their columns do not show yet."""
+        self._suspicion = Suspicion(clock)
+        self._place = RouterPlace()
+        self._homes: frozenset[WorkerId] = frozenset()
         self._num_booked = 0
         self._num_probes = 0
         self._task: asyncio.Task[None] | None = None
 
     @property
     def num_bookings(self) -> int:
-        return sum(len(member.bookings) for member in self._members.values())
+        return sum(len(member.claims) for member in self._members.values())
 
     @property
     def worker_to_instance(self) -> Mapping[WorkerId, Instance]:
-        """Every member and the life of it that this router is connected to."""
-        return {worker: member.client.instance for worker, member in self._members.items()}
+        """Every member and the life of it that this router is connected to. The same object until that changes."""
+        if self._worker_to_instance is None:
+            self._worker_to_instance = {worker: member.client.instance for worker, member in self._members.items()}
+        return self._worker_to_instance
+
+    @property
+    def num_routers(self) -> int:
+        """Live routers of these workers, this one among them."""
+        return self._place.num_routers
 
     async def start(self) -> None:
         """Join the workers that the directory names now, and follow it from then on."""
@@ -135,6 +126,9 @@ class Fleet:
         for member in list(self._members.values()):
             await _disconnect(member)
         self._members.clear()
+        self._worker_to_instance = None
+        self._unwritten.clear()
+        self._is_roll_due = True
 
     def state_to_count(self) -> dict[str, int]:
         """How many workers are in each state. Does not modify."""
@@ -148,78 +142,151 @@ class Fleet:
             return "away"
         if member.record.is_draining or (status is not None and status.is_draining):
             return "draining"
-        if self._is_open(member.client.instance):
+        if self._suspicion.is_open(member.client.instance):
             return "suspected"
         return "resting" if member.rest_until_s > now_s else "ready"
 
-    def loads(self) -> list[Load]:
-        """Load of every worker that may be sent to now, by worker id. Does not modify."""
-        now = self._clock()
-        usable = [member for member in self._members.values() if self._state(member, now) == "ready"]
-        measured = [
-            status.prefill_s_per_token
-            for status in (member.client.status for member in usable)
-            if status is not None and status.prefill_s_per_token > 0.0
-        ]
-        typical = median_low(measured) if measured else _NOMINAL_PREFILL_S_PER_TOKEN
-        overlooked_before = self._num_booked - _OVERLOOKED_AFTER * len(usable)
-        return [
-            _load(member, typical, is_overlooked=member.last_booking < overlooked_before)
-            for member in sorted(usable, key=lambda member: member.record.info.worker)
-        ]
+    def loads(self) -> Loads:
+        """Loads of the workers that may be sent to now, by worker id. Costs next to nothing where nothing has changed.
 
-    def book(self, load: Load, request: RequestId, *, uncached_tokens: int, demand_blocks: int) -> Booking:
+        Modifies no more than the columns that are due.
+        """
+        if self._is_roll_due:
+            self._call_roll()
+        for worker in self._unwritten:
+            member = self._members[worker]
+            if member.column is not None:
+                self._table.write(member.column, self._column(member), self._num_booked)
+        self._unwritten.clear()
+        return self._table.snapshot(self._clock())
+
+    def book(self, worker: WorkerId, request: RequestId, *, uncached_tokens: int, demand_blocks: int) -> Booking:
         """Claim a place on a worker. Modifies; every booking must be released."""
-        member = self._members[load.worker]
-        booking = Booking(request, load.worker, load.instance, member.client, uncached_tokens, demand_blocks)
-        member.bookings.add(booking)
+        member = self._members[worker]
+        client, claims = member.client, member.claims
+        booking = Booking(request, worker, client.instance, client, claims, uncached_tokens, demand_blocks)
+        claims.add(booking)
         self._num_booked += 1
         member.last_booking = self._num_booked
+        self._unwritten.add(worker)
         return booking
+
+    def note_first_token(self, booking: Booking) -> None:
+        """A request's prefill is over: its worker has it in hand now, and tells of it itself. Modifies."""
+        booking.claims.note_first_token(booking)
+        self._take_change(booking)
 
     def release(self, booking: Booking) -> None:
         """End a booking. Modifies; a worker that has left meanwhile is no error."""
+        booking.claims.remove(booking)
+        self._take_change(booking)
+
+    def _take_change(self, booking: Booking) -> None:
         member = self._members.get(booking.worker)
-        if member is not None:
-            member.bookings.discard(booking)
+        if member is not None and member.claims is booking.claims:
+            self._unwritten.add(booking.worker)
         self._on_change()
+
+    def _call_roll(self) -> None:
+        """Take stock of who may be sent to, and give each its column."""
+        now = self._clock()
+        self._is_roll_due = False
+        ready: list[_Member] = []
+        for _, member in sorted(self._members.items()):
+            member.state = self._state(member, now)
+            member.column = len(ready) if member.state == "ready" else None
+            if member.column is not None:
+                ready.append(member)
+        self._table.reset([self._fixed(member) for member in ready])
+        self._unwritten = {member.record.info.worker for member in ready}
+
+    def _fixed(self, member: _Member) -> Fixed:
+        info = member.record.info
+        return Fixed(
+            worker=info.worker,
+            instance=member.client.instance,
+            is_cache_aware=member.is_cache_aware,
+            is_home=info.worker in self._homes,
+            max_num_seqs=info.max_num_seqs,
+            kv_total_blocks=info.num_blocks,
+        )
+
+    def _column(self, member: _Member) -> Column:
+        """What one worker has to do, as far as this router can know."""
+        client, claims = member.client, member.claims
+        claims.note_seen(client.acknowledged_submit)
+        status = client.status or _IDLE_STATUS
+        num_blocks = member.record.info.num_blocks
+        return Column(
+            num_requests=status.num_running + status.num_waiting + claims.num_unseen,
+            queued_prefill_tokens=status.queued_prefill_tokens + claims.unseen_tokens,
+            kv_used_blocks=min(status.kv_used_blocks + claims.pending_blocks, num_blocks),
+            step_budget_tokens=status.step_budget_tokens,
+            last_booking=member.last_booking,
+            measured_prefill_s_per_token=status.prefill_s_per_token,
+            step_s=status.step_s,
+            decode_s_per_seq=status.decode_s_per_seq,
+            round_trip_s=client.round_trip_s,
+            status_at_s=math.inf if client.status is None else self._clock() - client.status_age_s,
+        )
+
+    def _take_news(self, worker: WorkerId) -> None:
+        """A worker's connection tells of a change."""
+        member = self._members.get(worker)
+        if member is not None:
+            self._unwritten.add(worker)
+            self._check_state(member)
+        self._on_change()
+
+    def _check_state(self, member: _Member) -> None:
+        self._is_roll_due |= self._state(member, self._clock()) != member.state
 
     def rest(self, worker: WorkerId, retry_after_s: float | None) -> None:
         """Pass over a worker that answered busy, for a short while. Modifies."""
         if worker in self._members:
             delay_s = min(retry_after_s or _REST_S, _MAX_REST_S)
             member = self._members[worker]
-            member.rest_until_s = max(member.rest_until_s, self._clock() + delay_s)
-            asyncio.get_running_loop().call_later(delay_s, self._on_change)
+            rest_until_s = self._clock() + delay_s
+            if rest_until_s > member.rest_until_s:
+                member.rest_until_s = rest_until_s
+                asyncio.get_running_loop().call_later(delay_s, self._end_rest, member, rest_until_s)
+            self._is_roll_due = True
+
+    def _end_rest(self, member: _Member, rest_until_s: float) -> None:
+        # A timer may come a moment early by the clock.
+        if member.rest_until_s == rest_until_s:
+            member.rest_until_s = 0.0
+            self._is_roll_due = True
+            self._on_change()
 
     def note_failure(self, booking: Booking, error: Exception) -> None:
         """Count a broken connection or a failure of the engine against the worker. Modifies."""
-        suspect = self._suspects.setdefault(booking.instance, _Suspect())
-        suspect.num_failures += 1
-        if suspect.num_failures >= _MAX_FAILURES and not suspect.is_open:
+        num_failures = self._suspicion.note_failure(booking.instance)
+        if num_failures:
             logger.warning(
                 "worker %s failed %s requests in a row (%s): it gets none until a probe succeeds",
                 booking.worker,
-                suspect.num_failures,
+                num_failures,
                 error,
             )
-            self._postpone(suspect)
+            self._is_roll_due = True
 
     def note_finished(self, booking: Booking) -> None:
         """A request came to its end: what spoke against the worker is void, unless it waits for a probe. Modifies."""
-        if not self._is_open(booking.instance):
-            self._suspects.pop(booking.instance, None)
+        self._suspicion.note_finished(booking.instance)
 
     async def refresh(self) -> None:
         """Bring membership in line with the directory and with the connections that stand. Modifies."""
         try:
+            listed = await self._directory.workers()
+            await self._take_place([record.info.worker for record in listed])
             records = {
                 record.info.worker: record
-                for record in await self._directory.workers()
+                for record in listed
                 if self._only is None or record.info.worker in self._only
             }
             known = {record.info.instance for record in records.values()} | set(self.worker_to_instance.values())
-            self._suspects = {instance: suspect for instance, suspect in self._suspects.items() if instance in known}
+            self._suspicion.keep(known)
         except DirectoryUnavailable:
             records = {}
         for worker, member in list(self._members.items()):
@@ -233,13 +300,29 @@ class Fleet:
         joining = [
             record
             for worker, record in sorted(records.items())
-            if worker not in self._members and self._may_try(record.info.instance)
+            if worker not in self._members and self._suspicion.may_try(record.info.instance)
         ]
         await asyncio.gather(*(self._join(record) for record in joining))
         for member in self._members.values():
+            self._check_state(member)
             instance = member.client.instance
-            if self._is_open(instance) and self._may_try(instance) and member.client.is_connected and not member.probe:
+            if (
+                self._suspicion.is_open(instance)
+                and self._suspicion.may_try(instance)
+                and member.client.is_connected
+                and not member.probe
+            ):
                 member.probe = asyncio.create_task(self._probe(member), name=f"probe-{member.record.info.worker}")
+
+    async def _take_place(self, names: Sequence[WorkerId]) -> None:
+        """Tell the other routers of this one, and hear where it stands: which workers are its homes follows."""
+        place = self._place
+        if self._router is not None:
+            place = await self._directory.announce_router(self._router, _ROUTER_LEASE_REFRESHES * self._refresh_s)
+        # The order of all workers is the same for all routers.
+        homes = frozenset(sorted(names)[place.rank :: place.num_routers])
+        self._is_roll_due |= (place, homes) != (self._place, self._homes)
+        self._place, self._homes = place, homes
 
     async def _follow(self) -> None:
         while True:
@@ -252,22 +335,17 @@ class Fleet:
 
     async def _join(self, record: WorkerRecord) -> None:
         worker, instance = record.info.worker, record.info.instance
-        client = self._connect(record, self._on_change)
+        client = self._connect(record, partial(self._take_news, worker))
         try:
             await client.connect()
         except (WorkerLost, AuthenticationFailed) as error:
             await client.close()
-            unreached = self._suspects.setdefault(instance, _Suspect())
-            if not unreached.is_open:
+            if self._suspicion.note_unreached(instance):
                 logger.warning(
                     "worker %s cannot be reached (%s): it is tried again after growing pauses", worker, error
                 )
-            self._postpone(unreached)
             return
-        known = self._suspects.get(instance)
-        if known is not None and known.num_failures < _MAX_FAILURES:
-            # It answers, which ends its silence; the requests that it broke still count.
-            known.delay_s = known.retry_at_s = 0.0
+        self._suspicion.note_reached(instance)
         is_cache_aware = record.info.parity_key == self._parity_key
         if not is_cache_aware:
             logger.error(
@@ -277,12 +355,17 @@ class Fleet:
                 record.info.scheme.namespace,
             )
         self._members[worker] = _Member(record, client, is_cache_aware, last_booking=self._num_booked)
+        self._worker_to_instance = None
+        self._is_roll_due = True
         logger.info("worker %s joined (%s at %s)", worker, record.info.engine, record.info.address)
         self._on_change()
 
     async def _leave(self, worker: WorkerId, reason: str) -> None:
         member = self._members.pop(worker)
+        self._worker_to_instance = None
         logger.warning("worker %s left: %s", worker, reason)
+        self._is_roll_due = True
+        self._unwritten.discard(worker)
         self._on_leave(worker)
         await _disconnect(member)
         self._on_change()
@@ -301,25 +384,14 @@ class Fleet:
                         pass
         except (KvrouteError, TimeoutError) as error:
             logger.debug("probe of worker %s failed: %s", worker, error)
-            self._postpone(self._suspects.setdefault(instance, _Suspect(_MAX_FAILURES)))
+            self._suspicion.note_probe(instance, is_well=False)
         else:
             logger.warning("worker %s answers again", worker)
-            self._suspects.pop(instance, None)
+            self._suspicion.note_probe(instance, is_well=True)
+            self._is_roll_due = True
             self._on_change()
         finally:
             member.probe = None
-
-    def _postpone(self, suspect: _Suspect) -> None:
-        suspect.delay_s = min(suspect.delay_s * 2, _MAX_REST_S) if suspect.is_open else _REST_S
-        suspect.retry_at_s = self._clock() + suspect.delay_s
-
-    def _is_open(self, instance: Instance) -> bool:
-        suspect = self._suspects.get(instance)
-        return suspect is not None and suspect.is_open
-
-    def _may_try(self, instance: Instance) -> bool:
-        suspect = self._suspects.get(instance)
-        return suspect is None or suspect.retry_at_s <= self._clock()
 
 
 async def _disconnect(member: _Member) -> None:
@@ -327,36 +399,6 @@ async def _disconnect(member: _Member) -> None:
         member.probe.cancel()
         await asyncio.gather(member.probe, return_exceptions=True)
     await member.client.close()
-
-
-def _load(member: _Member, typical_prefill_s_per_token: float, *, is_overlooked: bool) -> Load:
-    """What one worker has to do, as far as this router can know."""
-    info, client = member.record.info, member.client
-    status = client.status or _IDLE_STATUS
-    unseen = [
-        booking for booking in member.bookings if booking.submit is None or booking.submit > client.acknowledged_submit
-    ]
-    # Blocks are taken when prefill begins; until the first token a booking's demand may not show in the status.
-    pending_blocks = sum(booking.demand_blocks for booking in member.bookings if not booking.has_first_token)
-    prefill_s_per_token = status.prefill_s_per_token or typical_prefill_s_per_token
-    if is_overlooked:
-        prefill_s_per_token = min(prefill_s_per_token, typical_prefill_s_per_token)
-    return Load(
-        worker=info.worker,
-        instance=client.instance,
-        is_cache_aware=member.is_cache_aware,
-        num_requests=status.num_running + status.num_waiting + len(unseen),
-        max_num_seqs=info.max_num_seqs,
-        queued_prefill_tokens=status.queued_prefill_tokens
-        + sum(booking.uncached_tokens for booking in unseen if not booking.has_first_token),
-        kv_used_blocks=min(status.kv_used_blocks + pending_blocks, info.num_blocks),
-        kv_total_blocks=info.num_blocks,
-        prefill_s_per_token=prefill_s_per_token,
-        step_s=status.step_s,
-        decode_s_per_seq=status.decode_s_per_seq,
-        step_budget_tokens=status.step_budget_tokens,
-        status_age_s=client.status_age_s if client.status is not None else 0.0,
-    )
 
 
 _IDLE_STATUS = WorkerStatus(

@@ -8,28 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from router.fleet import Booking, Fleet
+import numpy as np
+
+from router.bookings import Booking
+from router.credit import Credit, prefix_hash
+from router.fleet import Fleet
+from router.held import Held, HeldTable
 from router.hints import Hints, Promise
-from router.policies.base import Candidate, FleetState, Load, Policy, Ranking, RankRequest
+from router.policies.base import Costs, Flags, FleetState, Floats, Ints, Loads, Policy, Ranking
 from router.requests import GenerateRequest
 from shared.directory.base import Match
 from shared.errors import KvrouteError, NoWorker, Overloaded
-from shared.hashing import num_usable_blocks
 from shared.types import BlockKey, WorkerId
 
 logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 128
-"""Most held requests that one pass ranks: bounds the cost of an event, and the rest are younger or longer anyway."""
-_REMATCH_S = 0.25
-"""The directory is asked again for a request held this long: what its worker holds may have changed."""
-_REMATCH_AT_ONCE = 8
+"""Most held requests that one pass weighs: bounds the cost of an event, and the rest are younger or longer anyway."""
+_MAX_MATCHING = 8
 """Matches that are asked for again side by side: few, so that new requests' own do not queue behind them."""
+_PASSES_PER_MATCH = 8
+"""Passes that an answer of the directory about a held request is good for."""
 _PATIENCE_PREFILLS = 4.0
 """A request that waits for blocks longer than this many mean prefills is not overtaken on its worker any more."""
 _MEAN_WEIGHT = 0.05
@@ -49,25 +53,12 @@ class Placement:
     ranking: Ranking
 
 
-@dataclass(slots=True, eq=False)
-class _Held:
-    """One request that waits for its worker."""
-
-    request: GenerateRequest
-    keys: Sequence[BlockKey]
-    rank_request: RankRequest
-    arrived_at_s: float
-    excluded: frozenset[WorkerId]
-    placed: asyncio.Future[Placement]
-    worker_to_match: Mapping[WorkerId, Match] = field(default_factory=dict)
-    matched_at_s: float | None = None
-    """When the directory was last asked; `None` until it has answered for the first time."""
-    waits_for: WorkerId | None = None
-    """The worker that was best in the last ranking; the next is made when it has room or the directory has spoken."""
-
-
 class HoldQueue:
-    """Owns the held requests and the running means that decisions use. One pass at a time decides."""
+    """Owns the held requests and the running means that decisions use.
+
+    A request that arrives is weighed alone, since those that wait have been weighed against the same loads. When
+    something has changed all are weighed again, in one pass.
+    """
 
     def __init__(
         self,
@@ -87,46 +78,54 @@ class HoldQueue:
         self._fleet = fleet
         self._hints = hints
         self._match = match
+        self._credit = Credit(hints, block_size_tokens=block_size_tokens, min_prefix_tokens=min_prefix_tokens)
         self._block_size_tokens = block_size_tokens
         self._max_held = max_held
         self._timeout_s = timeout_s
-        self._min_prefix_tokens = min_prefix_tokens
         self._rng = rng
         self._clock = clock
-        self._held: dict[_Held, None] = {}
+        self._num_held = 0
+        """Those whose first match is awaited included, which are in no table yet."""
+        self._table = HeldTable()
+        self._workers: tuple[WorkerId, ...] = ()
+        """Whose columns the table has; another tuple means other columns."""
+        self._column_to_reserved: dict[int, Held] = {}
+        """Workers that are kept free for a large request, as of the last pass."""
         self._num_taken = 0
         self._num_sent = 0
         self._num_finished = 0
+        self._num_passes = 0
         self._mean_full_tokens = 0.0
         self._mean_own_tokens = 0.0
         self._mean_output_tokens = float(_NOMINAL_OUTPUT_TOKENS)
+        self._is_pass_due = False
+        self._has_unseen = False
+        """Whether the last pass left out requests that do not wait for a worker that it has found busy."""
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._matching: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self._version = 0
-        """Counts changes of the held requests, so that a pass over equal loads and requests is not made twice."""
-        self._last_pass: tuple[object, ...] = ()
+        hints.on_change = self._take_hint
 
     def __len__(self) -> int:
-        return len(self._held)
+        return self._num_held
 
     def start(self) -> None:
         """Begin to bind requests."""
-        self._tasks = [
-            asyncio.create_task(self._run(), name="hold-queue"),
-            asyncio.create_task(self._keep_matches_fresh(), name="hold-queue-matches"),
-        ]
+        self._task = asyncio.create_task(self._run(), name="hold-queue")
 
     async def close(self) -> None:
         """Stop; whoever still waits, or comes later, gets `NoWorker`."""
         self._is_closed = True
-        for task in self._tasks:
+        tasks = [*self._matching, *([self._task] if self._task is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._fail_all(NoWorker("the router is closing"))
 
     def poke(self) -> None:
         """Something that decisions depend on has changed. Cheap, callable from anywhere on the loop."""
+        self._is_pass_due = True
         self._changed.set()
 
     async def place(
@@ -140,44 +139,49 @@ class HoldQueue:
         if self._is_closed:
             raise NoWorker("the router is closing")
         # Who was let in once is not refused for having met a worker that failed.
-        if not excluded and len(self._held) >= self._max_held:
-            raise Overloaded(f"{len(self._held)} requests are held already", retry_after_s=1.0)
-        num_blocks = -(-(request.num_prompt_tokens + self._expected_output_tokens(request)) // self._block_size_tokens)
-        held = _Held(
+        if not excluded and self._num_held >= self._max_held:
+            raise Overloaded(f"{self._num_held} requests are held already", retry_after_s=1.0)
+        num_tokens = request.num_prompt_tokens + self._expected_output_tokens(request)
+        held = Held(
             request,
             keys,
-            RankRequest(
-                ordinal=self._num_taken,
-                num_prompt_tokens=request.num_prompt_tokens,
-                prefix_hash=keys[0] if keys else request.token_ids,
-                demand_blocks=num_blocks,
-            ),
-            arrived_at_s,
-            excluded,
-            asyncio.get_running_loop().create_future(),
+            ordinal=self._num_taken,
+            prefix_hash=prefix_hash(request, keys),
+            demand_blocks=-(-num_tokens // self._block_size_tokens),
+            arrived_at_s=arrived_at_s,
+            excluded=excluded,
+            placed=asyncio.get_running_loop().create_future(),
         )
         self._num_taken += 1
-        self._held[held] = None
+        self._num_held += 1
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._ask_directory(held)
-                self.poke()
-                return await held.placed
+            if self._policy.is_cache_aware:
+                held.worker_to_match = await self._match(keys)
+            self._arrive(held)
+            if not held.placed.done():
+                async with asyncio.timeout(self._timeout_s):
+                    await held.placed
+            placement: Placement = held.placed.result()
+            return placement
         except TimeoutError:
             if _is_bound(held.placed):
-                return held.placed.result()
+                bound: Placement = held.placed.result()
+                return bound
             if not self._fleet.worker_to_instance:
                 raise NoWorker(f"there is no worker, and none came within {self._timeout_s:g} s") from None
             raise Overloaded(f"no worker took the request within {self._timeout_s:g} s", retry_after_s=1.0) from None
         except asyncio.CancelledError:
             if _is_bound(held.placed):
                 # The decision came in the very moment of the cancel: its claims must not outlive it.
-                placement = held.placed.result()
-                self._hints.withdraw(placement.promise)
-                self._fleet.release(placement.booking)
+                late: Placement = held.placed.result()
+                self._hints.withdraw(late.promise)
+                self._fleet.release(late.booking)
             raise
         finally:
-            self._held.pop(held, None)
+            self._num_held -= 1
+            self._table.remove(held)
+            if held in self._column_to_reserved.values():
+                self.poke()
 
     def note_finished(self, num_output_tokens: int) -> None:
         """Let a finished request's length count in the demand of later ones. Modifies the running mean."""
@@ -189,160 +193,200 @@ class HoldQueue:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            try:
+            if self._is_pass_due:
                 self._decide()
-            except Exception as error:
-                # A fault in a policy must reach whoever waits for it, not end the queue in silence.
-                logger.exception("deciding failed")
-                self._fail_all(KvrouteError(f"routing failed: {error}"))
 
-    async def _keep_matches_fresh(self) -> None:
-        """Ask the directory again for those that wait long. Decisions never wait for this."""
-        while True:
-            await asyncio.sleep(_REMATCH_S)
-            oldest_s = self._clock() - _REMATCH_S
-            stale = [
-                held
-                for held in list(self._held)[:_LOOKED_AT]
-                if held.matched_at_s is not None and held.matched_at_s <= oldest_s
-            ]
-            for start in range(0, len(stale), _REMATCH_AT_ONCE):
-                await asyncio.gather(*(self._ask_directory(held) for held in stale[start : start + _REMATCH_AT_ONCE]))
-            if stale:
-                self.poke()
+    def _arrive(self, held: Held) -> None:
+        """Put a request, once it is matched, before the workers."""
+        if self._is_closed:
+            raise NoWorker("the router is closing")
+        self._sync_workers(self._fleet.loads())
+        self._table.add(held, *self._credit.row(held.request, held.keys, held.worker_to_match), self._num_passes)
+        self._decide(None if self._is_pass_due or self._has_unseen else held)
 
-    async def _ask_directory(self, held: _Held) -> None:
-        if self._policy.is_cache_aware:
-            held.worker_to_match = await self._match(held.keys)
-        held.matched_at_s = self._clock()
-        held.waits_for = None
-        self._version += 1
+    def _decide(self, newcomer: Held | None = None) -> None:
+        """Bind whoever can be bound now, most urgent first; with a newcomer only that one: nothing else is new."""
+        try:
+            self._hints.expire()
+            loads = self._fleet.loads()
+            self._sync_workers(loads)
+            if newcomer is None:
+                self._is_pass_due = False
+                self._num_passes += 1
+                self._column_to_reserved.clear()
+            if not len(loads) or not len(self._table):
+                return
+            if newcomer is not None:
+                self._weigh_one(loads, newcomer)
+            elif self._policy.is_late_binding:
+                self._weigh_all(loads)
+            else:
+                for held in sorted(self._table, key=lambda held: held.ordinal):
+                    self._weigh_one(self._fleet.loads(), held)
+        except Exception as error:
+            # A fault in a policy must reach whoever waits for it, not end the queue in silence.
+            logger.exception("deciding failed")
+            self._fail_all(KvrouteError(f"routing failed: {error}"))
+
+    def _weigh_one(self, loads: Loads, held: Held) -> None:
+        """Bind one request if its best worker may be sent to now."""
+        assert held.row is not None, "what is weighed is in the table"
+        rows = slice(held.row, held.row + 1)
+        requests = self._table.requests(rows, self._clock())
+        costs = self._policy.costs(requests, loads, self._fleet_state(loads), self._rng)
+        costs = self._barred(costs, np.array([held.row]))
+        column = int(costs.best(loads)[0])
+        self._table.waits_for[rows] = column
+        if costs.total[0, column] < math.inf and (costs.can_send is None or costs.can_send[0, column]):
+            self._bind(held, loads.workers[column], Ranking.of_row(costs, loads, requests, 0, column))
+            self._table.remove(held)
+
+    def _weigh_all(self, loads: Loads) -> None:
+        """Bind all requests that may be sent now, the most urgent first, as far as one pass looks."""
+        now_s = self._clock()
+        fleet = self._fleet_state(loads)
+        is_ready = self._is_ready(loads, fleet, now_s)
+        if not is_ready.any():
+            return
+        rows = self._in_order(fleet, is_ready, now_s)
+        self._ask_again(rows)
+        bound: list[Held] = []
+        while len(rows) and is_ready.any():
+            requests = self._table.requests(rows, now_s)
+            costs = self._barred(self._policy.costs(requests, loads, fleet, self._rng), rows)
+            best = costs.best(loads)
+            pairs = np.arange(len(rows)), best
+            can_send = costs.total[pairs] < math.inf
+            if costs.can_send is not None:
+                can_send &= costs.can_send[pairs]
+            is_decided = can_send
+            if costs.lacks_blocks is not None:
+                # Else small requests would take every block that comes free, and the large one would wait for ever.
+                is_out_of_patience = requests.age_s > _PATIENCE_PREFILLS * fleet.mean_full_s
+                is_decided = can_send | (costs.lacks_blocks[pairs] & is_out_of_patience)
+            at = int(is_decided.argmax())
+            if not is_decided[at]:
+                self._table.waits_for[rows] = best
+                break
+            self._table.waits_for[rows[: at + 1]] = best[: at + 1]
+            held, column = self._table[rows[at]], int(best[at])
+            if can_send[at]:
+                self._bind(held, loads.workers[column], Ranking.of_row(costs, loads, requests, at, column))
+                bound.append(held)
+                loads = self._fleet.loads()
+                fleet = self._fleet_state(loads)
+                is_ready = self._is_ready(loads, fleet, now_s)
+            else:
+                self._column_to_reserved[column] = held
+                is_ready[column] = False
+            rows = rows[at + 1 :]
+        for held in bound:
+            self._table.remove(held)
+
+    def _is_ready(self, loads: Loads, fleet: FleetState, now_s: float) -> Flags:
+        """Which workers could be sent anything: the cheap question before the dear ones."""
+        is_ready = self._policy.is_ready(loads, fleet, now_s - self._table.arrived_at_s.min()).copy()
+        for column in self._column_to_reserved:
+            is_ready[column] = False
+        return is_ready
+
+    def _in_order(self, fleet: FleetState, is_ready: Flags, now_s: float) -> Ints:
+        """The rows to look at. Who waits for a busy worker must not keep others from being looked at."""
+        table = self._table
+        own_s: Floats = np.multiply(table.own_tokens, fleet.prefill_s_per_token)
+        urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, fleet)
+        is_parked = ~np.append(is_ready, True)[table.waits_for]
+        self._has_unseen = len(table) - int(is_parked.sum()) > _LOOKED_AT
+        return table.most_urgent(urgency, is_parked, _LOOKED_AT)
+
+    def _barred(self, costs: Costs, rows: Ints) -> Costs:
+        """Infinite where a worker is reserved, or has failed a request that has others left."""
+        if not self._column_to_reserved and not self._table.num_excluding:
+            return costs
+        total = costs.total.copy()
+        total[:, list(self._column_to_reserved)] = math.inf
+        for index, row in enumerate(rows.tolist()):
+            excluded = self._table[row].excluded
+            if excluded:
+                others = total[index].copy()
+                others[[column for column, worker in enumerate(self._workers) if worker in excluded]] = math.inf
+                if others.min() < math.inf:
+                    total[index] = others
+        return replace(costs, total=total)
+
+    def _bind(self, held: Held, worker: WorkerId, ranking: Ranking) -> None:
+        num_prompt_tokens = held.request.num_prompt_tokens
+        matched_tokens = int(ranking.matched_tokens[ranking.best])
+        booking = self._fleet.book(
+            worker,
+            held.request.request,
+            uncached_tokens=num_prompt_tokens - matched_tokens,
+            # Cached blocks count too: those that nobody holds leave the free ones when the request takes them.
+            demand_blocks=held.demand_blocks,
+        )
+        self._table.settle(held)
+        self._note_sent(num_prompt_tokens, num_prompt_tokens - matched_tokens)
+        held.placed.set_result(Placement(booking, self._hints.promise(worker, held.keys), matched_tokens, ranking))
 
     def _fail_all(self, error: KvrouteError) -> None:
-        for held in self._held:
+        for held in list(self._table):
+            self._table.remove(held)
             if not held.placed.done():
                 held.placed.set_exception(error)
 
-    def _decide(self) -> None:
-        """Bind whoever can be bound now, most urgent first."""
-        if not self._held:
-            return
-        loads = self._fleet.loads()
-        this_pass = (self._version, tuple(map(_load_that_decides, loads)))
-        # Loads change with every frame, decisions only with some of them.
-        if not self._has_room(loads) or this_pass == self._last_pass:
-            return
-        self._last_pass = this_pass
-        fleet_state = self._fleet_state(loads)
-        full = {load.worker for load in loads if not load.has_free_slot}
-        # Who waits for a full worker need not be ranked again, and must not keep others from being looked at.
-        worker_to_num_ahead: Counter[WorkerId | None] = Counter(
-            held.waits_for for held in self._held if held.waits_for in full
-        )
-        reserved: set[WorkerId] = set()
-        has_bound = False
-        for held in self._in_order(fleet_state, full):
-            if has_bound:
-                loads = self._fleet.loads()
-                fleet_state = self._fleet_state(loads)
-            free = [load for load in loads if load.worker not in reserved]
-            if not self._has_room(free):
-                return
-            ranking = self._decide_one(held, free, fleet_state, worker_to_num_ahead)
-            has_bound = ranking.can_send
-            if ranking.lacks_blocks and self._is_out_of_patience(held, fleet_state):
-                # Else small requests would take every block that comes free, and the large one would wait for ever.
-                reserved.add(ranking.order[0].worker)
+    # What the table shows of the world.
 
-    def _is_out_of_patience(self, held: _Held, fleet_state: FleetState) -> bool:
-        return self._clock() - held.arrived_at_s > _PATIENCE_PREFILLS * fleet_state.mean_full_s
+    def _sync_workers(self, loads: Loads) -> None:
+        """Where the workers have changed, all rows are credited anew."""
+        if loads.workers is not self._workers:
+            self._workers = loads.workers
+            self._column_to_reserved.clear()
+            self._credit.relay(loads)
+            self._table.relay(len(loads))
+            for held in self._table:
+                self._renew_credit(held)
 
-    def _has_room(self, loads: Sequence[Load]) -> bool:
-        """Whether anybody could take anything: the cheap question before the dear ones."""
-        return any(load.has_free_slot for load in loads) if self._policy.is_late_binding else bool(loads)
+    def _take_hint(self, worker: WorkerId, keys: Sequence[BlockKey], depth: int) -> None:
+        """Blocks have become promised, or are no more: whoever shares the first of them is credited anew."""
+        for held in self._table.sharing(keys, depth):
+            self._renew_credit(held)
 
-    def _in_order(self, fleet_state: FleetState, full: Set[WorkerId]) -> list[_Held]:
-        """The held requests to look at."""
-        waiting = [
-            held
-            for held in self._held
-            if held.matched_at_s is not None and held.waits_for not in full and not held.placed.done()
-        ]
-        if self._policy.is_late_binding and len(waiting) > 1:
-            now = self._clock()
-            waiting.sort(key=lambda held: -self._urgency(held, now, fleet_state))
-        return waiting[:_LOOKED_AT]
+    def _renew_credit(self, held: Held) -> None:
+        self._table.credit(held, *self._credit.row(held.request, held.keys, held.worker_to_match))
 
-    def _urgency(self, held: _Held, now_s: float, fleet_state: FleetState) -> float:
-        best_match = max((match.num_blocks for match in held.worker_to_match.values()), default=0)
-        own_tokens = held.request.num_prompt_tokens - self._usable_tokens(held, best_match)
-        own_s = max(1, own_tokens) * fleet_state.prefill_s_per_token
-        return self._policy.urgency(now_s - held.arrived_at_s, own_s, fleet_state)
+    def _ask_again(self, rows: Ints) -> None:
+        """Ask the directory about one of these requests, whose answer is the oldest: it may hold no longer.
 
-    def _decide_one(
-        self,
-        held: _Held,
-        loads: Sequence[Load],
-        fleet_state: FleetState,
-        worker_to_num_ahead: Counter[WorkerId | None],
-    ) -> Ranking:
-        """Rank the workers for one request, and bind it if its best may be sent to."""
-        # Who has failed this request is asked again only where nobody else is left.
-        allowed = [load for load in loads if load.worker not in held.excluded] or loads
-        candidates = [
-            Candidate(load, self._matched_tokens(held, load), worker_to_num_ahead[load.worker]) for load in allowed
-        ]
-        ranking = self._policy.rank(held.rank_request, candidates, fleet_state, self._rng)
-        if ranking.can_send:
-            best = ranking.order[0]
-            load = next(load for load in loads if load.worker == best.worker)
-            self._bind(held, load, best.matched_tokens, ranking)
-        else:
-            held.waits_for = ranking.order[0].worker
-            worker_to_num_ahead[held.waits_for] += 1
-        return ranking
+        Paced by passes, not by a clock: where nothing happens nothing is decided, and a busy fleet is asked more often.
+        """
+        asked_at = self._table.asked_at[rows]
+        held = self._table[rows[asked_at.argmin()]]
+        is_old = self._num_passes - int(asked_at.min()) >= _PASSES_PER_MATCH
+        if is_old and self._policy.is_cache_aware and len(self._matching) < _MAX_MATCHING:
+            self._table.asked_at[held.row] = self._num_passes
+            task = asyncio.create_task(self._match_again(held), name="hold-queue-match")
+            self._matching.add(task)
+            task.add_done_callback(self._matching.discard)
 
-    def _bind(self, held: _Held, load: Load, matched_tokens: int, ranking: Ranking) -> None:
-        own_tokens = held.rank_request.num_prompt_tokens - matched_tokens
-        booking = self._fleet.book(
-            load,
-            held.request.request,
-            uncached_tokens=own_tokens,
-            # Cached blocks count too: those that nobody holds leave the free ones when the request takes them.
-            demand_blocks=held.rank_request.demand_blocks,
-        )
-        promise = self._hints.promise(load.worker, held.keys)
-        self._note_sent(held.rank_request.num_prompt_tokens, own_tokens)
-        self._held.pop(held)
-        self._version += 1
-        held.placed.set_result(Placement(booking, promise, matched_tokens, ranking))
+    async def _match_again(self, held: Held) -> None:
+        worker_to_match = await self._match(held.keys)
+        if held.row is not None and worker_to_match != held.worker_to_match:
+            held.worker_to_match = worker_to_match
+            self._renew_credit(held)
+            self.poke()
 
-    def _matched_tokens(self, held: _Held, load: Load) -> int:
-        """Prompt tokens that the worker will not have to compute, resident or promised."""
-        if not load.is_cache_aware or not held.keys:
-            return 0
-        match = held.worker_to_match.get(load.worker)
-        num_resident = match.num_blocks if match is not None and match.instance == load.instance else 0
-        # Both are prefixes of one chain, so their union is the longer one.
-        num_blocks = max(num_resident, self._hints.num_promised_blocks(load.worker, held.keys))
-        return self._usable_tokens(held, num_blocks)
+    # Means.
 
-    def _usable_tokens(self, held: _Held, num_blocks: int) -> int:
-        """What `num_blocks` cached leading blocks are worth to a request, in tokens."""
-        num_usable = num_usable_blocks(held.request.num_prompt_tokens, self._block_size_tokens)
-        tokens = min(num_blocks, num_usable) * self._block_size_tokens
-        return tokens if tokens >= self._min_prefix_tokens else 0
-
-    def _fleet_state(self, loads: Sequence[Load]) -> FleetState:
+    def _fleet_state(self, loads: Loads) -> FleetState:
         """Means kept in tokens, given in the seconds of this fleet, so that they hold when speeds become known."""
-        prefill_s_per_token = sum(load.prefill_s_per_token for load in loads) / len(loads)
-        mean_own_s = self._mean_own_tokens * prefill_s_per_token
+        prefill_s_per_token = float(loads.prefill_s_per_token.sum()) / len(loads)
         return FleetState(
             prefill_s_per_token=prefill_s_per_token,
             mean_full_s=self._mean_full_tokens * prefill_s_per_token,
-            mean_own_s=mean_own_s,
-            backlog_s=len(self._held) * mean_own_s,
+            mean_own_s=self._mean_own_tokens * prefill_s_per_token,
+            backlog_s=self._table.total_own_tokens * prefill_s_per_token,
             mean_output_tokens=self._mean_output_tokens,
+            num_routers=self._fleet.num_routers,
         )
 
     def _note_sent(self, full_tokens: int, own_tokens: int) -> None:
@@ -357,8 +401,3 @@ class HoldQueue:
 
 def _is_bound(placed: asyncio.Future[Placement]) -> bool:
     return placed.done() and not placed.cancelled() and placed.exception() is None
-
-
-def _load_that_decides(load: Load) -> tuple[object, ...]:
-    """What of a load can change a decision; its fitted times drift with every step and would never compare equal."""
-    return load.worker, load.instance, load.num_requests, load.queued_prefill_tokens, load.kv_used_blocks

@@ -11,9 +11,10 @@ import random
 from collections.abc import AsyncGenerator, Container, Mapping, Sequence
 from contextlib import aclosing
 
+from router.bookings import Booking
 from router.continuation import continued, finish_at_border, reasons_against_continuing
 from router.deadline import UntilDeadline, least_prefill_s
-from router.fleet import Booking, Connect, Fleet
+from router.fleet import Connect, Fleet
 from router.hints import Hints
 from router.policies.base import Policy
 from router.queue import HoldQueue, Placement
@@ -75,6 +76,7 @@ class Router:
             clock=clock,
             on_change=lambda: self.queue.poke(),
             on_leave=self.hints.forget,
+            router=router,
             only=only,
             refresh_s=refresh_s,
         )
@@ -174,13 +176,14 @@ class Router:
         if left_s <= 0.0:
             raise DeadlineExceeded("the request's deadline had passed when it arrived")
         worker_to_match = await self._match(keys)
+        promised = self.hints.promised(keys)
         loads = self.fleet.loads()
         num_cached_blocks = [
             max(
-                worker_to_match[load.worker].num_blocks if load.worker in worker_to_match else 0,
-                self.hints.num_promised_blocks(load.worker, keys),
+                worker_to_match[worker].num_blocks if worker in worker_to_match else 0,
+                promised.get(worker, 0),
             )
-            for load in loads
+            for worker in loads.workers
         ]
         block_size_tokens = self._scheme.block_size_tokens
         uncached_tokens = [
@@ -265,9 +268,8 @@ class Router:
                     if delta.cached_tokens is not None and not is_continued:
                         trace.cached_tokens = delta.cached_tokens
                     if not booking.has_first_token:
-                        booking.has_first_token = True
+                        self.fleet.note_first_token(booking)
                         self.hints.settle(placement.promise)
-                        self.queue.poke()
                     if trace.first_token_at_s is None and delta.token_ids:
                         trace.first_token_at_s = self._clock()
                     if delta.finish is FinishReason.ABORT:

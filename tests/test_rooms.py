@@ -101,7 +101,6 @@ NOT_IMPORTED = {
 }
 BROUGHT_BY = {
     "huggingface_hub": "transformers",
-    "numpy": "vllm",
     "safetensors": "vllm",
     "torch": "vllm",
     "zmq": "vllm",

@@ -1,82 +1,105 @@
-"""The policy protocol: a pure, synchronous ranking of workers for one request.
+"""The policy protocol: pure costs of workers for requests, in arrays with a row for each request and a column for each
+worker.
 
-A policy gets a frozen snapshot and returns the whole order with its costs, so that fall-back is the next item of the
-answer and needs no second call. It keeps no state, reads no clock and draws randomness only from the generator that it
-is given (the rule of NVIDIA Dynamo's scheduling folder: "selectors should be side-effect free").
+A policy gets frozen snapshots and returns the cost of every pairing, so that fall-back is the next cheapest column and
+needs no second call. It keeps no state, reads no clock and draws randomness only from the generator that it is given
+(the rule of NVIDIA Dynamo's scheduling folder: "selectors should be side-effect free").
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shared.types import Instance, WorkerId
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Hashes = NDArray[np.uint64]
+Flags = NDArray[np.bool_]
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One live worker's load at one moment: its last status, and own sends that the status cannot know yet."""
 
-    worker: WorkerId
-    instance: Instance
-    is_cache_aware: bool
+@dataclass(frozen=True, slots=True, eq=False)
+class Loads:
+    """Every worker that may be sent to, at one moment: its last status, and own sends that the status cannot know yet.
+
+    One entry for each worker in every field, by worker id. Nobody writes to the arrays.
+    """
+
+    workers: tuple[WorkerId, ...]
+    instances: tuple[Instance, ...]
+    hashes: Hashes
+    """Of the worker's id: for ties and consistent hashing."""
+    is_cache_aware: Flags
     """Whether the worker computes our block keys; if not, nothing is ever matched on it."""
-    num_requests: int
+    is_home: Flags
+    """Whether this router goes to the worker rather than its peers do; all are, of a router that is alone."""
+    num_requests: Ints
     """Running, waiting, and sent but not yet accounted for by the worker."""
-    max_num_seqs: int
-    queued_prefill_tokens: int
+    max_num_seqs: Ints
+    queued_prefill_tokens: Ints
     """Uncached prompt tokens that the worker has accepted or been sent and has no first token for."""
-    kv_used_blocks: int
-    kv_total_blocks: int
-    prefill_s_per_token: float
-    step_s: float
-    decode_s_per_seq: float
-    step_budget_tokens: int
-    status_age_s: float
+    kv_used_blocks: Ints
+    kv_total_blocks: Ints
+    step_budget_tokens: Ints
+    prefill_s_per_token: Floats
+    step_s: Floats
+    decode_s_per_seq: Floats
+    round_trip_s: Floats
+    """From this router to the worker and back."""
+    status_age_s: Floats
+
+    def __len__(self) -> int:
+        return len(self.workers)
 
     @property
-    def queued_prefill_s(self) -> float:
+    def queued_prefill_s(self) -> Floats:
         """Time until a request sent now would start its own prefill."""
         return self.queued_prefill_tokens * self.prefill_s_per_token
 
     @property
-    def step_budget_s(self) -> float:
+    def step_budget_s(self) -> Floats:
         """Time of one engine step that is full of prefill."""
         return self.step_s + self.step_budget_tokens * self.prefill_s_per_token
 
     @property
-    def has_free_slot(self) -> bool:
+    def has_free_slot(self) -> Flags:
         return self.num_requests < self.max_num_seqs
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker that a request may go to."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """Requests that want a worker, most urgent first. One entry for each in every field.
 
-    load: Load
-    matched_tokens: int
-    """Leading prompt tokens resident on the worker or promised to it by a hint."""
-    num_ahead: int = 0
-    """More urgent requests that the router holds for this worker."""
+    Early-binding policies are asked for one request at a time, since each send changes what is known.
+    """
+
+    ordinals: Ints
+    """Count of requests that this router took before."""
+    num_prompt_tokens: Ints
+    prefix_hashes: Hashes
+    """Of the prompt's first block, or of its tail where it has no full block: equal for equal beginnings."""
+    next_hashes: Hashes
+    """Of the first block that no worker holds: equal for prompts that would fill the same hole."""
+    demand_blocks: Ints
+    """KV blocks that the request will need: its prompt and the running mean of output lengths."""
+    age_s: Floats
+    matched_tokens: Ints
+    """(requests, workers): leading prompt tokens resident on the worker or promised to it by a hint."""
+
+    def __len__(self) -> int:
+        return len(self.ordinals)
 
     @property
-    def worker(self) -> WorkerId:
-        return self.load.worker
-
-
-@dataclass(frozen=True, slots=True)
-class RankRequest:
-    """What a policy may know of one request."""
-
-    ordinal: int
-    """Count of requests that this router took before this one."""
-    num_prompt_tokens: int
-    prefix_hash: bytes
-    """Key of the prompt's first block, or of its tail where it has no full block: equal for equal beginnings."""
-    demand_blocks: int
-    """KV blocks that the request will need: its prompt and the running mean of output lengths."""
+    def own_tokens(self) -> Ints:
+        """(requests, workers): prompt tokens that the worker would compute: at least one, as in every engine."""
+        own_tokens: Ints = np.maximum(self.num_prompt_tokens[:, None] - self.matched_tokens, 1)
+        return own_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,42 +116,98 @@ class FleetState:
     """Uncached prefill time of the requests that this router holds."""
     mean_output_tokens: float = 0.0
     """Length of an answer."""
+    num_routers: int = 1
+    """Live routers of the same workers, this one among them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """One worker's place in a ranking."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """What each pairing of a request and a worker would cost."""
 
-    worker: WorkerId
-    cost: float
-    """Lower is better. Seconds for `cost`; the unit of a baseline is its own."""
-    matched_tokens: int
-    terms: Mapping[str, float] = field(default_factory=dict)
-    """The numbers that make up `cost`, by name, for people."""
+    total: Floats
+    """(requests, workers). Lower is better. Seconds for `cost`; the unit of a baseline is its own."""
+    tie_hashes: Hashes | None = None
+    """One for each request: among equal totals the worker decides whose hash weighs least with this one, the same on
+    all routers. `None`: the first by id."""
+    can_send: Flags | None = None
+    """(requests, workers): whether it may be sent there now; if not, the request waits *for that worker* and is not
+    sent elsewhere. `None`: always."""
+    lacks_blocks: Flags | None = None
+    """(requests, workers): whether it waits only because the worker has too few free blocks. `None`: never."""
+    terms: Mapping[str, Floats] = field(default_factory=dict)
+    """Parts of `total` by name, for people: (requests, workers), or (workers,) where equal for all requests."""
+
+    def best(self, loads: Loads) -> Ints:
+        """The column of the best worker for each request, ties broken."""
+        best: Ints = self.total.argmin(axis=1)
+        if self.tie_hashes is None:
+            return best
+        if len(best) == 1:
+            (columns,) = (self.total[0] == self.total[0, best[0]]).nonzero()
+            if len(columns) > 1:
+                best[0] = columns[rendezvous(self.tie_hashes, loads.hashes[columns]).argmin()]
+            return best
+        is_lowest = self.total == self.total.min(axis=1, keepdims=True)
+        (tied,) = (is_lowest.sum(axis=1) > 1).nonzero()
+        if len(tied):
+            weights = rendezvous(self.tie_hashes[tied, None], loads.hashes)
+            best[tied] = np.where(is_lowest[tied], weights, _HEAVIEST).argmin(axis=1)
+        return best
 
 
-@dataclass(frozen=True, slots=True)
+def rendezvous(hashes: Hashes, worker_hashes: Hashes) -> Hashes:
+    """Weights of workers for a hash: highest-random-weight hashing (Thaler and Ravishankar, 1998), lowest first.
+
+    The arrays are broadcast. Both are hashes already, so that a part of the finaliser of splitmix64 (Steele, Lea and
+    Flood, 2014) is enough to mix them.
+    """
+    mixed = (hashes ^ worker_hashes) * np.uint64(0xBF58476D1CE4E5B9)
+    return (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
+
+
+_HEAVIEST = np.uint64(2**64 - 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Ranking:
-    """All candidates, best first."""
+    """What one decision knew: the cost of every worker for one request."""
 
-    order: tuple[Scored, ...]
-    can_send: bool = True
-    """Whether the best may be sent to now; if not, the request waits *for it* and is not sent elsewhere."""
-    lacks_blocks: bool = False
-    """Whether it waits only because the best has too few free blocks for it."""
+    workers: tuple[WorkerId, ...]
+    best: int
+    """The column that was chosen."""
+    total: Floats
+    matched_tokens: Ints
+    terms: Mapping[str, Floats]
+
+    @classmethod
+    def of_row(cls, costs: Costs, loads: Loads, requests: Requests, row: int, best: int) -> Ranking:
+        """The ranking of one request. One among several is copied, so that it does not keep the others alive."""
+        total, terms = costs.total[row], {n: term if term.ndim == 1 else term[row] for n, term in costs.terms.items()}
+        if len(requests) > 1:
+            total, terms = total.copy(), {name: term.copy() for name, term in terms.items()}
+        return cls(loads.workers, best, total, requests.matched_tokens[row].copy(), terms)
+
+    @property
+    def order(self) -> list[WorkerId]:
+        """All workers, the chosen one first, the others by cost."""
+        columns = np.argsort(self.total, kind="stable").tolist()
+        columns.remove(self.best)
+        return [self.workers[column] for column in (self.best, *columns)]
 
     def explain(self) -> str:
         """The decision in one line, best worker first. Rendered only when somebody looks."""
+        worker_to_column = {worker: column for column, worker in enumerate(self.workers)}
+        columns = [worker_to_column[worker] for worker in self.order]
         return "; ".join(
-            f"{scored.worker}={scored.cost:.4g}"
-            + "".join(f" {name}={value:.4g}" for name, value in scored.terms.items())
-            + f" matched={scored.matched_tokens}"
-            for scored in self.order
+            f"{self.workers[column]}={self.total[column]:.4g}"
+            + "".join(f" {name}={term[column]:.4g}" for name, term in self.terms.items())
+            + f" matched={self.matched_tokens[column]}"
+            for column in columns
         )
 
 
 class Policy(Protocol):
-    """Ranks workers for a request."""
+    """Says what sending each request to each worker would cost."""
 
     name: str
     is_cache_aware: bool
@@ -136,17 +215,22 @@ class Policy(Protocol):
     is_late_binding: bool
     """Whether held requests are reordered by `urgency` and may wait for their worker."""
 
-    def rank(
-        self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState, rng: random.Random
-    ) -> Ranking:
-        """A permutation of `candidates`, best first; equal for equal arguments, unaffected by their order but in ties.
+    def costs(self, requests: Requests, loads: Loads, fleet: FleetState, rng: random.Random) -> Costs:
+        """The cost of every pairing; equal for equal arguments. Does not modify anything.
 
-        Does not modify anything. `candidates` is not empty.
+        There is at least one request and one worker.
         """
         ...
 
-    def urgency(self, age_s: float, own_s: float, fleet: FleetState) -> float:
-        """Which held request is looked at first: the highest. Early-binding policies never hold and are not asked.
+    def is_ready(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Flags:
+        """Whether a worker might be sent some request of that age now; where it is false, `can_send` is.
+
+        The cheap question before the dear one. `age_s` is broadcast against the workers.
+        """
+        ...
+
+    def urgency(self, age_s: Floats, own_s: Floats, fleet: FleetState) -> Floats:
+        """Which held requests are looked at first: the highest. Early-binding policies never hold and are not asked.
 
         `own_s` is the time to prefill what the best worker does not hold, positive.
         """

@@ -2,112 +2,88 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Sequence
 
-from xxhash import xxh3_64_intdigest
+import numpy as np
 
-from router.policies.base import Candidate, FleetState, Ranking, RankRequest, Scored
+from router.policies.base import Costs, Flags, FleetState, Floats, Loads, Requests, rendezvous
 
 
-class _EarlyBinding:
+class EarlyBinding:
     """What the baselines share: send at once, never reorder, know nothing of caches."""
 
     is_cache_aware = False
     is_late_binding = False
 
-    def urgency(self, age_s: float, own_s: float, fleet: FleetState) -> float:
+    def is_ready(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Flags:
+        """Always."""
+        return np.ones(len(loads), dtype=np.bool_)
+
+    def urgency(self, age_s: Floats, own_s: Floats, fleet: FleetState) -> Floats:
         """First come, first served."""
         return age_s
 
 
-class RandomPolicy(_EarlyBinding):
+class RandomPolicy(EarlyBinding):
     """Any worker."""
 
     name = "random"
 
-    def rank(
-        self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState, rng: random.Random
-    ) -> Ranking:
-        """A shuffle."""
-        return _by_cost(_shuffled(candidates, rng), range(len(candidates)))
+    def costs(self, requests: Requests, loads: Loads, fleet: FleetState, rng: random.Random) -> Costs:
+        """A draw for each."""
+        return Costs(draw(requests, loads, rng))
 
 
-class RoundRobinPolicy(_EarlyBinding):
+class RoundRobinPolicy(EarlyBinding):
     """Each worker in turn, by id."""
 
     name = "round_robin"
 
-    def rank(
-        self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState, rng: random.Random
-    ) -> Ranking:
-        """The cycle, from this request's turn on."""
-        turn_of = {worker: turn for turn, worker in enumerate(sorted(candidate.worker for candidate in candidates))}
-        turns = [(turn_of[candidate.worker] - request.ordinal) % len(candidates) for candidate in candidates]
-        return _by_cost(candidates, turns)
+    def costs(self, requests: Requests, loads: Loads, fleet: FleetState, rng: random.Random) -> Costs:
+        """How many turns away it is."""
+        turns = (np.arange(len(loads)) - requests.ordinals[:, None]) % len(loads)
+        return Costs(turns.astype(np.float64))
 
 
-class LeastLoadPolicy(_EarlyBinding):
+class LeastLoadPolicy(EarlyBinding):
     """The worker with the fewest requests."""
 
     name = "least_load"
 
-    def rank(
-        self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState, rng: random.Random
-    ) -> Ranking:
-        """By number of requests, ties drawn."""
-        return _by_cost(_shuffled(candidates, rng), None)
+    def costs(self, requests: Requests, loads: Loads, fleet: FleetState, rng: random.Random) -> Costs:
+        """Number of requests, ties drawn."""
+        return Costs(loads.num_requests + draw(requests, loads, rng))
 
 
-class PowerOfTwoPolicy(_EarlyBinding):
+class PowerOfTwoPolicy(EarlyBinding):
     """The less loaded of two drawn workers (Mitzenmacher, 2001)."""
 
     name = "power_of_two"
 
-    def rank(
-        self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState, rng: random.Random
-    ) -> Ranking:
-        """The two drawn by load, then the rest by load."""
-        shuffled = _shuffled(candidates, rng)
-        drawn, rest = shuffled[:2], shuffled[2:]
-        return Ranking(_by_cost(drawn, None).order + (_by_cost(rest, None).order if rest else ()))
+    def costs(self, requests: Requests, loads: Loads, fleet: FleetState, rng: random.Random) -> Costs:
+        """Number of requests, ties drawn; who was not drawn comes after the two."""
+        draws = draw(requests, loads, rng)
+        is_drawn = draws <= np.partition(draws, 1, axis=1)[:, 1:2] if len(loads) > 2 else np.True_
+        # Reversed, since what chose the two must not choose between them as well.
+        by_load = loads.num_requests + (1.0 - draws)
+        return Costs(np.where(is_drawn, by_load, by_load + by_load.max() + 1.0))
 
 
-class PrefixHashPolicy(_EarlyBinding):
+class PrefixHashPolicy(EarlyBinding):
     """Consistent hashing of the prompt's beginning with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018)."""
 
     name = "prefix_hash"
     load_bound = 1.25
     """A worker over this multiple of the mean load is passed over; the paper's 1 + c with c = 0.25."""
 
-    def rank(
-        self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState, rng: random.Random
-    ) -> Ranking:
-        """By rendezvous weight, workers over the bound last."""
-        num_requests = sum(candidate.load.num_requests for candidate in candidates) + 1
-        bound = math.ceil(self.load_bound * num_requests / len(candidates))
-        weights = [
-            xxh3_64_intdigest(request.prefix_hash + candidate.worker.encode()) / 2**64
-            + (candidate.load.num_requests >= bound)
-            for candidate in candidates
-        ]
-        return _by_cost(candidates, weights)
+    def costs(self, requests: Requests, loads: Loads, fleet: FleetState, rng: random.Random) -> Costs:
+        """Rendezvous weights, workers over the bound last."""
+        bound = np.ceil(self.load_bound * (loads.num_requests.sum() + 1) / len(loads))
+        weights = rendezvous(requests.prefix_hashes[:, None], loads.hashes) / 2.0**64
+        return Costs(weights + (loads.num_requests >= bound))
 
 
-def _shuffled(candidates: Sequence[Candidate], rng: random.Random) -> list[Candidate]:
-    """Candidates in drawn order that does not depend on the order given."""
-    ordered = sorted(candidates, key=lambda candidate: candidate.worker)
-    rng.shuffle(ordered)
-    return ordered
-
-
-def _by_cost(candidates: Sequence[Candidate], costs: Sequence[float] | None) -> Ranking:
-    """Candidates by cost, by number of requests where none is given; equal costs keep their order."""
-    if costs is None:
-        costs = [candidate.load.num_requests for candidate in candidates]
-    scored = [
-        Scored(candidate.worker, cost, candidate.matched_tokens)
-        for candidate, cost in zip(candidates, costs, strict=True)
-    ]
-    return Ranking(tuple(sorted(scored, key=lambda one: one.cost)))
+def draw(requests: Requests, loads: Loads, rng: random.Random) -> Floats:
+    """(requests, workers): numbers in [0, 1) that depend on the generator alone."""
+    num_draws = len(requests) * len(loads)
+    return np.array([rng.random() for _ in range(num_draws)]).reshape(len(requests), len(loads))

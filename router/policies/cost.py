@@ -7,17 +7,34 @@ what keeps caches warm under load, more than any refinement of the score.
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from xxhash import xxh3_64_intdigest
+import numpy as np
 
-from router.policies.base import Candidate, FleetState, Ranking, RankRequest, Scored
+from router.policies.base import Costs, Flags, FleetState, Floats, Ints, Loads, Requests
 
-_OWN_PREFILL_WEIGHT = 1.5
-"""Own prefill counts more than waiting, since it also delays whoever comes after."""
-_FULLNESS_WEIGHT = 0.5
-"""A worker full of sequences or blocks costs half a mean prompt: it decodes slower and evicts what others will want."""
+
+@dataclass(frozen=True, slots=True)
+class CostWeights:
+    """What each part counts. Pure numbers, none of them a time; found by simulation, and the same for every fleet."""
+
+    own_prefill: float = 1.5
+    """Own prefill counts more than waiting, since it also delays whoever comes after."""
+    fullness: float = 0.5
+    """A worker full of sequences or blocks costs half a mean prompt: it decodes slower and evicts what others want."""
+    decode: float = 1.0
+    away_from_home: float = 0.2
+    """With several routers each has workers of its own that it goes to at about equal cost, so that they do not collide
+    where workers are busy; where none is, all agree on one worker for each prompt that nobody holds."""
+    crowd: float = 1.0
+    """More requests than its share make every step longer, and leave a place empty elsewhere."""
+    slot: float = 1.0
+    """Time until an answer ends where all slots are taken. Without it a request waits for the slots of a worker full of
+    long answers while others stand idle."""
+    patience: float = 0.03
+    """Of several routers, the one whose request has waited longer gets ahead by this share of its age."""
 
 
 class CostPolicy:
@@ -27,69 +44,79 @@ class CostPolicy:
     is_cache_aware = True
     is_late_binding = True
 
-    def rank(
-        self, request: RankRequest, candidates: Sequence[Candidate], fleet: FleetState, rng: random.Random
-    ) -> Ranking:
-        """Workers by cost; ties by rendezvous hash, so that equal prompts agree on a worker before any holds them."""
-        mean_queued_s = sum(candidate.load.queued_prefill_s for candidate in candidates) / len(candidates)
-        pressure = (mean_queued_s + fleet.backlog_s / len(candidates)) / fleet.mean_full_s if fleet.mean_full_s else 0.0
-        mean_requests = sum(candidate.load.num_requests for candidate in candidates) / len(candidates)
-        ranked = sorted(
-            ((self._score(request, candidate, fleet, pressure, mean_requests), candidate) for candidate in candidates),
-            key=lambda pair: (pair[0].cost, _rendezvous(request.prefix_hash, pair[1])),
-        )
-        best = ranked[0][1].load
+    def __init__(self, weights: CostWeights | None = None) -> None:
+        self._weights = weights or CostWeights()
+
+    def costs(self, requests: Requests, loads: Loads, fleet: FleetState, rng: random.Random) -> Costs:
+        """Seconds; ties by the first block that nobody holds, so that equal prompts agree on who is to compute it."""
+        weights = self._weights
+        num_requests = loads.num_requests
+        queued_s = loads.queued_prefill_s
+        pressure = _pressure(queued_s, fleet)
+        decode_s = loads.decode_s_per_seq * num_requests
+        fullness = np.maximum(loads.kv_used_blocks / loads.kv_total_blocks, num_requests / loads.max_num_seqs)
+        own_s: Floats = np.multiply(requests.own_tokens, weights.own_prefill * loads.prefill_s_per_token)
+        terms: dict[str, Floats] = {
+            "queue_s": queued_s / (1.0 + pressure),
+            "fullness_s": weights.fullness * fleet.mean_full_s * fullness,
+            "decode_s": weights.decode * decode_s,
+        }
+        if fleet.num_routers > 1:
+            terms["home_s"] = np.where(loads.is_home, 0.0, weights.away_from_home * _crowding_s(queued_s, fleet))
+        if weights.crowd:
+            terms["crowd_s"] = weights.crowd * _crowd_s(loads, decode_s)
+        if weights.slot and not loads.has_free_slot.all():
+            terms["slot_s"] = weights.slot * _slot_s(loads, fleet) / (1.0 + pressure)
+        is_ready = self._is_ready(loads, fleet, requests.age_s[:, None], queued_s)
         # A worker that runs nothing takes anything: what it cannot hold it refuses by name; no wait would mend that.
-        fits = best.num_requests == 0 or best.kv_used_blocks + request.demand_blocks <= best.kv_total_blocks
-        # It would have nothing to prefill before another word from it could reach this router.
-        runs_dry_soon = best.has_free_slot and best.queued_prefill_s < best.step_budget_s + best.status_age_s
-        return Ranking(
-            tuple(scored for scored, _ in ranked),
-            can_send=runs_dry_soon and fits,
-            lacks_blocks=runs_dry_soon and not fits,
+        free_blocks = np.where(num_requests, loads.kv_total_blocks - loads.kv_used_blocks, _UNLIMITED)
+        fits = requests.demand_blocks[:, None] <= free_blocks
+        can_send = is_ready & fits
+        return Costs(
+            total=own_s + functools.reduce(np.add, terms.values()),
+            tie_hashes=requests.next_hashes,
+            can_send=can_send,
+            lacks_blocks=is_ready ^ can_send,
+            terms={"own_s": own_s, **terms},
         )
 
-    def urgency(self, age_s: float, own_s: float, fleet: FleetState) -> float:
+    def is_ready(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Flags:
+        """Whether a worker would have nothing to prefill before another word from it could reach this router."""
+        return self._is_ready(loads, fleet, age_s, loads.queued_prefill_s)
+
+    def _is_ready(self, loads: Loads, fleet: FleetState, age_s: Floats, queued_s: Floats) -> Flags:
+        bound_s = loads.step_budget_s + loads.status_age_s + loads.round_trip_s
+        if fleet.num_routers > 1:
+            bound_s = bound_s + self._weights.patience * age_s
+        return loads.has_free_slot & (queued_s < bound_s)
+
+    def urgency(self, age_s: Floats, own_s: Floats, fleet: FleetState) -> Floats:
         """A response ratio with squared age: short or cached prompts first, nobody for ever."""
         return (age_s + fleet.mean_own_s) ** 2 / own_s
 
-    def _score(
-        self, request: RankRequest, candidate: Candidate, fleet: FleetState, pressure: float, mean_requests: float
-    ) -> Scored:
-        load = candidate.load
-        fullness = max(load.kv_used_blocks / load.kv_total_blocks, load.num_requests / load.max_num_seqs)
-        step_s = load.step_s + load.decode_s_per_seq * load.num_requests
-        # More than its share makes every step longer, and a place of its own is left empty elsewhere.
-        terms = {
-            "queue_s": load.queued_prefill_s / (1.0 + pressure),
-            "own_s": _OWN_PREFILL_WEIGHT * _own_prefill_s(request, candidate),
-            "fullness_s": _FULLNESS_WEIGHT * fleet.mean_full_s * fullness,
-            "decode_s": load.decode_s_per_seq * load.num_requests,
-            "crowd_s": step_s * max(0.0, load.num_requests - mean_requests),
-            "slot_s": _slot_s(candidate, fleet) / (1.0 + pressure),
-        }
-        return Scored(candidate.worker, sum(terms.values()), candidate.matched_tokens, terms)
+
+_UNLIMITED = np.iinfo(np.int64).max
 
 
-def _own_prefill_s(request: RankRequest, candidate: Candidate) -> float:
-    """Time to prefill what the candidate does not hold: at least one token, as in every engine."""
-    num_tokens = max(1, request.num_prompt_tokens - candidate.matched_tokens)
-    return num_tokens * candidate.load.prefill_s_per_token
-
-
-def _slot_s(candidate: Candidate, fleet: FleetState) -> float:
-    """Time until enough answers have ended on the candidate for this request to have a slot, those ahead of it first.
-
-    Without it a request waits for the slots of a worker full of long answers while others stand idle.
-    """
-    load = candidate.load
-    num_to_end = load.num_requests + candidate.num_ahead + 1 - load.max_num_seqs
-    if num_to_end <= 0:
+def _pressure(queued_s: Floats, fleet: FleetState) -> float:
+    """How many mean prompts wait for each worker, there or here."""
+    if not fleet.mean_full_s:
         return 0.0
-    answer_s = fleet.mean_output_tokens * (load.step_s + load.decode_s_per_seq * load.max_num_seqs)
-    return num_to_end * answer_s / load.max_num_seqs
+    return float(queued_s.sum() + fleet.backlog_s) / (len(queued_s) * fleet.mean_full_s)
 
 
-def _rendezvous(prefix_hash: bytes, candidate: Candidate) -> int:
-    """Highest-random-weight hashing (Thaler and Ravishankar, 1998), lowest first."""
-    return xxh3_64_intdigest(prefix_hash + candidate.worker.encode())
+def _crowding_s(queued_s: Floats, fleet: FleetState) -> float:
+    """A mean prompt, or what waits at a mean worker if that is less."""
+    return min(fleet.mean_full_s, float(queued_s.sum()) / len(queued_s))
+
+
+def _crowd_s(loads: Loads, decode_s: Floats) -> Floats:
+    num_over: Floats = np.maximum(loads.num_requests - loads.num_requests.sum() / len(loads), 0.0)
+    return (loads.step_s + decode_s) * num_over
+
+
+def _slot_s(loads: Loads, fleet: FleetState) -> Floats:
+    """Time until enough answers have ended for one more request to have a slot."""
+    num_to_end: Ints = np.maximum(loads.num_requests + 1 - loads.max_num_seqs, 0)
+    answer_s = fleet.mean_output_tokens * (loads.step_s + loads.decode_s_per_seq * loads.max_num_seqs)
+    return num_to_end * answer_s / loads.max_num_seqs

@@ -21,8 +21,10 @@ from enum import StrEnum
 from typing import Protocol
 
 from shared.errors import ConfigError
-from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, Tier, WorkerId, WorkerInfo
+from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, RouterId, Tier, WorkerId, WorkerInfo
 
+MAX_ROUTERS = 1024
+"""Most routers that are counted: bounds what a call of one of them costs. Of more, those that run out first are not."""
 MAX_KEYS_PER_CALL = 4096
 """Most keys in one `apply` or `stage`: bounds how long one atomic call holds the store."""
 
@@ -69,6 +71,14 @@ class WorkerRecord:
     epoch: Epoch
     seq: int
     is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RouterPlace:
+    """Where one router stands among the live ones, by id. The same for all of them, until one comes or goes."""
+
+    rank: int = 0
+    num_routers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +143,10 @@ class Directory(Protocol):
 
     async def forget(self, worker: WorkerId, instance: Instance) -> Reply:
         """Drop the lease and all entries of this life of the worker. Modifies; `UNKNOWN` if it is not there."""
+        ...
+
+    async def announce_router(self, router: RouterId, lease_s: float) -> RouterPlace:
+        """Count a router among the live ones for `lease_s`, and tell its place. Modifies the list of routers only."""
         ...
 
     async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shared.directory.base import Match, Reply, WorkerRecord, check_batch, check_num_keys, check_scheme
-from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
+from shared.directory.base import (
+    MAX_ROUTERS,
+    Match,
+    Reply,
+    RouterPlace,
+    WorkerRecord,
+    check_batch,
+    check_num_keys,
+    check_scheme,
+)
+from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, RouterId, WorkerId, WorkerInfo
 
 
 @dataclass(slots=True)
@@ -33,6 +42,7 @@ class MemoryDirectory:
         self._scheme = scheme
         self._clock = clock
         self._entry_of: dict[WorkerId, _Entry] = {}
+        self._router_to_end_s: dict[RouterId, float] = {}
 
     @property
     def is_resting(self) -> bool:
@@ -113,6 +123,13 @@ class MemoryDirectory:
             return Reply.UNKNOWN
         del self._entry_of[worker]
         return Reply.OK
+
+    async def announce_router(self, router: RouterId, lease_s: float) -> RouterPlace:
+        now_s = self._clock()
+        self._router_to_end_s[router] = now_s + lease_s
+        live = sorted(self._router_to_end_s.items(), key=lambda item: item[1])[-MAX_ROUTERS:]
+        self._router_to_end_s = {one: end_s for one, end_s in live if end_s > now_s}
+        return RouterPlace(sum(one < router for one in self._router_to_end_s), len(self._router_to_end_s))
 
     async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
         found = {}

@@ -12,12 +12,12 @@ import math
 from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.directory.base import Directory, Match, Reply, WorkerRecord
+from shared.directory.base import Directory, Match, Reply, RouterPlace, WorkerRecord
 from shared.directory.feed import Feed, Lease
 from shared.directory.follower import DEFAULT_WAIT_S, Follower
 from shared.directory.mirror import Mirror
 from shared.errors import DirectoryUnavailable
-from shared.types import BlockKey, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
+from shared.types import BlockKey, Epoch, EventBatch, Instance, RouterId, WorkerId, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +166,9 @@ class MirroredDirectory:
 
     async def forget(self, worker: WorkerId, instance: Instance) -> Reply:
         return await self._inner.forget(worker, instance)
+
+    async def announce_router(self, router: RouterId, lease_s: float) -> RouterPlace:
+        return await self._inner.announce_router(router, lease_s)
 
     async def workers(self) -> list[WorkerRecord]:
         return await self._inner.workers()

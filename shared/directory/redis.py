@@ -7,6 +7,7 @@
     kvr:{<ns>:<worker>}:events   stream  batches applied of late: epoch, seq, holder (rank:tier:group), stored, removed;
                                          an entry of seq 0 tells that everything before it is void
     kvr:{<ns>}:workers           set     ids announced and not yet reaped
+    kvr:{<ns>}:routers           zset    ids of live routers by the time at which they run out
 
 All keys of a worker share one hash tag, hence one slot of a Redis Cluster, and one expiry: the lease. Each script is
 given all its keys and stays within one slot. The list of workers lies in another slot, so that no script can change it
@@ -24,8 +25,10 @@ from urllib.parse import quote
 
 from shared.directory.base import (
     MAX_KEYS_PER_CALL,
+    MAX_ROUTERS,
     Match,
     Reply,
+    RouterPlace,
     WorkerRecord,
     check_batch,
     check_num_keys,
@@ -36,11 +39,11 @@ from shared.directory.redis_feed import RedisFeed
 from shared.errors import DirectoryUnavailable, ProtocolError
 from shared.hashing import KEY_SIZE_BYTES
 from shared.messages import decode_record, encode_record
-from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
+from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, RouterId, WorkerId, WorkerInfo
 
 _SCRIPTS = (
     *("register", "heartbeat", "announce", "apply", "stage", "commit", "set_draining", "forget"),
-    *("match", "look", "position", "probe"),
+    *("match", "look", "position", "probe", "announce_router"),
 )
 _RECORD_FIELDS = ("instance", "epoch", "seq", "draining", "info")
 _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
@@ -82,6 +85,7 @@ class RedisDirectory:
         self.num_malformed = 0
         self._connection = StoreConnection(url, longest_deadline_s=publish_deadline_s, rest_s=rest_s, scripts=_SCRIPTS)
         self._workers_key = f"kvr:{{{scheme.namespace}}}:workers"
+        self._routers_key = f"kvr:{{{scheme.namespace}}}:routers"
 
     @property
     def is_resting(self) -> bool:
@@ -172,6 +176,14 @@ class RedisDirectory:
         reply = await self._publish("forget", keys, instance)
         await self._reap([worker])
         return reply
+
+    async def announce_router(self, router: RouterId, lease_s: float) -> RouterPlace:
+        async def work() -> Any:
+            arguments = (router, _milliseconds(lease_s), MAX_ROUTERS)
+            return await self._connection.run("announce_router", [self._routers_key], *arguments)
+
+        rank, num_routers = await self._connection.call("announce_router", self._publish_deadline_s, work)
+        return RouterPlace(int(rank), int(num_routers))
 
     async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
         """One round trip to each server; one more for each 4,096 keys that some worker holds all of."""

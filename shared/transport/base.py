@@ -105,6 +105,11 @@ class WorkerClient(Protocol):
         ...
 
     @property
+    def round_trip_s(self) -> float:
+        """To the worker and back, as the last connection was made; 0.0 before the first."""
+        ...
+
+    @property
     def acknowledged_submit(self) -> int:
         """Number of the last own submit that `status` accounts for."""
         ...

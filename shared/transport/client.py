@@ -52,6 +52,7 @@ class ChannelClient:
         self.acknowledged_submit = 0
         self.status: WorkerStatus | None = None
         self.is_lost = False
+        self.round_trip_s = 0.0
         self.num_reconnects = 0
         self._router = router
         self._secret = secret
@@ -204,6 +205,7 @@ class ChannelClient:
         async with asyncio.timeout(self._timings.handshake_s):
             channel = await self._connect()
             try:
+                greeted_at_s = asyncio.get_running_loop().time()
                 welcome = await greet_worker(channel, self._secret, self._router, self._session, self._last_frame)
                 if (welcome.worker, welcome.instance) != (self.worker, self.instance):
                     raise WorkerLost(
@@ -216,6 +218,8 @@ class ChannelClient:
             except BaseException:
                 channel.close()
                 raise
+        # The worker speaks first, so that this is up to one and a half of them.
+        self.round_trip_s = asyncio.get_running_loop().time() - greeted_at_s
         self._channel = channel
         self._is_progressing = False
         self._on_change()

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.directory.base import MAX_KEYS_PER_CALL, Match, Reply, WorkerRecord
+from shared.directory.base import MAX_KEYS_PER_CALL, MAX_ROUTERS, Match, Reply, RouterPlace, WorkerRecord
 from shared.errors import ConfigError
-from shared.types import CacheScheme, EventBatch, Holder, Tier, WorkerId
+from shared.types import CacheScheme, EventBatch, Holder, RouterId, Tier, WorkerId
 from tests.support.servers import redis_cluster, redis_server, secured_server
 from tests.support.stores import (
     LONG_LEASE_S,
@@ -461,3 +461,46 @@ async def test_ids_with_any_characters_are_kept_apart(bench: Bench) -> None:
     expected = {name: number + 1 for number, name in enumerate(names)}
     assert await depths(bench, range(20), *names) == expected
     assert [record.info.worker for record in await bench.directory.workers()] == sorted(names)
+
+
+# Routers.
+
+
+async def test_live_routers_are_ranked_by_id_whatever_the_order_of_their_coming(bench: Bench) -> None:
+    directory = bench.directory
+    for name in ("b", "c", "a"):
+        await directory.announce_router(RouterId(name), LONG_LEASE_S)
+    places = [await directory.announce_router(RouterId(name), LONG_LEASE_S) for name in ("a", "b", "c")]
+    assert places == [RouterPlace(rank, 3) for rank in range(3)]
+
+
+async def test_router_that_falls_silent_is_counted_no_more(bench: Bench) -> None:
+    directory = bench.directory
+    await directory.announce_router(RouterId("a"), 0.001)
+    if bench.clock is not None:
+        bench.clock.now_s += 1.0
+    async with asyncio.timeout(PATIENT_S):
+        while await directory.announce_router(RouterId("b"), LONG_LEASE_S) != RouterPlace(0, 1):
+            await asyncio.sleep(0.002)
+
+
+async def test_list_of_routers_vanishes_by_itself_after_the_last_lease(bench: Bench) -> None:
+    await bench.directory.announce_router(RouterId("a"), 0.002)
+    await bench.directory.announce_router(RouterId("b"), 0.001)
+    async with asyncio.timeout(PATIENT_S):
+        while await bench.stored_keys():
+            await asyncio.sleep(0.002)
+
+
+async def test_no_more_routers_are_counted_than_a_call_can_bear(bench: Bench) -> None:
+    places = [
+        await bench.directory.announce_router(RouterId(f"r{number:04}"), LONG_LEASE_S + number)
+        for number in range(MAX_ROUTERS + 2)
+    ]
+    assert places[-1].num_routers == MAX_ROUTERS
+
+
+async def test_routers_of_another_scheme_are_not_counted(bench: Bench) -> None:
+    elsewhere = bench.connect(CacheScheme("org/other", 64))
+    await elsewhere.announce_router(RouterId("a"), LONG_LEASE_S)
+    assert await bench.directory.announce_router(RouterId("b"), LONG_LEASE_S) == RouterPlace(0, 1)

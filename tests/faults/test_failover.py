@@ -63,7 +63,7 @@ class Ground:
         return self.serving.router
 
     def connected(self) -> list[WorkerId]:
-        return [load.worker for load in self.router.fleet.loads()]
+        return list(self.router.fleet.loads().workers)
 
     async def processes(self, worker: WorkerId) -> list[psutil.Process]:
         """The worker's actor and, after it, its engine with all that belongs to it."""
@@ -277,7 +277,7 @@ async def test_killed_router_breaks_its_own_requests_only(ground: Ground) -> Non
     for number, told in token_ids.items():
         assert told[:NUM_TOKENS] == ground.expected[number][: len(told)]
     # What the dead router had under way is freed: nothing runs any more.
-    await until(lambda: all(load.num_requests == 0 for load in ground.router.fleet.loads()))
+    await until(lambda: not ground.router.fleet.loads().num_requests.any())
 
 
 async def test_lost_node_is_seen_by_no_reader(ground: Ground) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from shared.directory.base import Directory, Match, Reply, WorkerRecord
+from shared.directory.base import Directory, Match, Reply, RouterPlace, WorkerRecord
 from shared.errors import DirectoryUnavailable
-from shared.types import BlockKey, Epoch, EventBatch, Instance, WorkerId, WorkerInfo
+from shared.types import BlockKey, Epoch, EventBatch, Instance, RouterId, WorkerId, WorkerInfo
 
 Work = Callable[[Directory], Awaitable[Any]]
 
@@ -96,6 +96,10 @@ class FlakyDirectory:
     async def workers(self) -> list[WorkerRecord]:
         self._refuse_when_down("workers")
         return await self.inner.workers()
+
+    async def announce_router(self, router: RouterId, lease_s: float) -> RouterPlace:
+        self._refuse_when_down("announce_router")
+        return await self.inner.announce_router(router, lease_s)
 
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
         self._refuse_when_down("resident")

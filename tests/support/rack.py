@@ -141,7 +141,7 @@ class Rack:
                 self.mirrors.remove(directory)
             await self.settle()
             async with asyncio.timeout(5.0):
-                while any(load.num_requests for load in router.fleet.loads()):
+                while router.fleet.loads().num_requests.any():
                     await asyncio.sleep(0.01)
             assert_no_leftovers(router)
 
@@ -187,7 +187,7 @@ def assert_no_leftovers(router: Router) -> None:
     """Nothing may outlive its request but the promises that settle by themselves."""
     assert len(router.queue) == 0
     assert router.fleet.num_bookings == 0
-    assert all(load.num_requests == 0 for load in router.fleet.loads())
+    assert not router.fleet.loads().num_requests.any()
 
 
 def prompt(prefix: int, num_prefix_tokens: int, tail: int, num_tail_tokens: int = 20) -> list[int]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from router import decision_bench
 from router.bench import figures_text
 from router.cli import main
 from shared.directory import bench as directory_bench
@@ -23,6 +24,23 @@ async def test_blocks_gives_every_figure_with_its_spread_and_what_repeats_it():
     for name in timed:
         assert 0 < figures[f"{name}_p10"] <= figures[f"{name}_p50"] <= figures[f"{name}_p90"]
     assert said[0] == "filling pools of 300 and 600 blocks"
+
+
+async def test_decision_gives_every_figure():
+    said: list[str] = []
+    sizes = decision_bench.Sizes(
+        num_workers=4, num_entries=2_000, num_decisions=20, num_held=30, arrivals_per_s=50.0, num_dispatched=60
+    )
+    figures = await decision_bench.measure(said.append, sizes)
+    assert set(figures) == {
+        *("seed", "num_workers", "num_mirror_entries", "dispatch_held_mean", "dispatch_events_per_request"),
+        *("decision_us_p50", "decision_us_p99", "hash_8k_us_p50", "decisions_per_s", "dispatch_cpu_us_per_request"),
+        *(f"rank_{number}_workers_us_p50" for number in (8, 64, 256)),
+    }
+    assert (figures["seed"], figures["num_workers"]) == (0, 4)
+    assert figures["num_mirror_entries"] > 1_000
+    assert all(figures[name] > 0 for name in figures if name != "seed")
+    assert said[0] == "ranking fleets of three sizes"
 
 
 @pytest.mark.redis
@@ -85,7 +103,10 @@ def test_an_unknown_benchmark_is_refused_with_the_names_of_those_that_are(capsys
     with pytest.raises(SystemExit) as ended:
         main(["bench", "nothing"])
     assert ended.value.code == 2
-    assert "argument NAME: invalid choice: 'nothing' (choose from 'blocks', 'directory')" in capsys.readouterr().err
+    assert (
+        "argument NAME: invalid choice: 'nothing' (choose from 'blocks', 'decision', 'directory')"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.vllm

@@ -46,7 +46,8 @@ async def warm(workers: Rack, *names: WorkerId, token_ids: list[int]) -> None:
 
 
 def num_requests(router: Router) -> dict[WorkerId, int]:
-    return {load.worker: load.num_requests for load in router.fleet.loads()}
+    loads = router.fleet.loads()
+    return dict(zip(loads.workers, loads.num_requests.tolist(), strict=True))
 
 
 async def ask_all(

@@ -20,7 +20,7 @@ class Clock:
 def test_promise_counts_for_its_worker_only() -> None:
     hints = Hints(Clock())
     hints.promise(W0, KEYS[:4])
-    assert [hints.num_promised_blocks(worker, KEYS) for worker in (W0, W1)] == [4, 0]
+    assert hints.promised(KEYS) == {W0: 4}
 
 
 def test_promise_outlives_a_long_prefill_and_ends_soon_after_the_first_token() -> None:
@@ -28,12 +28,12 @@ def test_promise_outlives_a_long_prefill_and_ends_soon_after_the_first_token() -
     hints = Hints(clock)
     promise = hints.promise(W0, KEYS)
     clock.now_s += 3600.0
-    assert hints.num_promised_blocks(W0, KEYS) == len(KEYS)
+    assert hints.promised(KEYS) == {W0: len(KEYS)}
     hints.settle(promise)
     clock.now_s += SETTLE_S / 2
-    assert hints.num_promised_blocks(W0, KEYS) == len(KEYS)
+    assert hints.promised(KEYS) == {W0: len(KEYS)}
     clock.now_s += SETTLE_S
-    assert hints.num_promised_blocks(W0, KEYS) == 0
+    assert hints.promised(KEYS) == {}
     assert len(hints) == 0
 
 
@@ -41,9 +41,9 @@ def test_overlapping_promises_end_one_by_one() -> None:
     hints = Hints(Clock())
     short, long = hints.promise(W0, KEYS[:2]), hints.promise(W0, KEYS[:5])
     hints.withdraw(long)
-    assert hints.num_promised_blocks(W0, KEYS) == 2
+    assert hints.promised(KEYS) == {W0: 2}
     hints.withdraw(short)
-    assert hints.num_promised_blocks(W0, KEYS) == 0
+    assert hints.promised(KEYS) == {}
 
 
 def test_withdrawing_twice_or_after_settling_changes_nothing_else() -> None:
@@ -54,7 +54,7 @@ def test_withdrawing_twice_or_after_settling_changes_nothing_else() -> None:
     hints.withdraw(first)
     hints.withdraw(first)
     clock.now_s += SETTLE_S + 1
-    assert hints.num_promised_blocks(W0, KEYS) == len(KEYS)
+    assert hints.promised(KEYS) == {W0: len(KEYS)}
     hints.withdraw(second)
     assert len(hints) == 0
 
@@ -64,7 +64,7 @@ def test_a_worker_that_left_is_promised_nothing() -> None:
     hints.promise(W0, KEYS)
     hints.promise(W1, KEYS[:1])
     hints.forget(W0)
-    assert [hints.num_promised_blocks(worker, KEYS) for worker in (W0, W1)] == [0, 1]
+    assert hints.promised(KEYS) == {W1: 1}
 
 
 def test_promises_of_prompts_shorter_than_a_block_end_like_any_other() -> None:
@@ -73,5 +73,5 @@ def test_promises_of_prompts_shorter_than_a_block_end_like_any_other() -> None:
     for keys in ([], [], KEYS[:1]):
         hints.settle(hints.promise(W0, keys))
     clock.now_s += SETTLE_S
-    assert hints.num_promised_blocks(W0, KEYS) == 0
+    assert hints.promised(KEYS) == {}
     assert len(hints) == 0

@@ -1,0 +1,76 @@
+"""What workers hold of a prompt, in tokens: matches of the directory and own promises, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from router.hints import Hints
+from router.policies.base import Ints, Loads
+from router.requests import GenerateRequest
+from shared.directory.base import Match
+from shared.hashing import num_usable_blocks
+from shared.types import BlockKey, Instance, WorkerId
+
+_HASH_BYTES = 8
+
+
+class Credit:
+    """Counts for each column of the loads what its worker would not have to compute. Keeps nothing of any request."""
+
+    def __init__(self, hints: Hints, *, block_size_tokens: int, min_prefix_tokens: int) -> None:
+        self._hints = hints
+        self._block_size_tokens = block_size_tokens
+        self._min_prefix_tokens = min_prefix_tokens
+        self._num_workers = 0
+        self._worker_to_column: dict[WorkerId, tuple[int, Instance]] = {}
+
+    def relay(self, loads: Loads) -> None:
+        """Count for these workers from now on; those that compute other keys are never credited. Modifies."""
+        self._num_workers = len(loads)
+        self._worker_to_column = {
+            worker: (column, instance)
+            for column, (worker, instance, is_cache_aware) in enumerate(
+                zip(loads.workers, loads.instances, loads.is_cache_aware.tolist(), strict=True)
+            )
+            if is_cache_aware
+        }
+
+    def row(
+        self, request: GenerateRequest, keys: Sequence[BlockKey], worker_to_match: Mapping[WorkerId, Match]
+    ) -> tuple[Ints, int]:
+        """Tokens that each worker holds of a prompt, and the hash of the first block that nobody holds."""
+        num_blocks = [0] * self._num_workers
+        worker_to_column = self._worker_to_column
+        for worker, match in worker_to_match.items():
+            column, instance = worker_to_column.get(worker, _NOWHERE)
+            if match.instance == instance:
+                num_blocks[column] = match.num_blocks
+        for worker, num_promised in self._hints.promised(keys).items():
+            column, _ = worker_to_column.get(worker, _NOWHERE)
+            # Both are prefixes of one chain, so their union is the longer one.
+            if column >= 0 and num_promised > num_blocks[column]:
+                num_blocks[column] = num_promised
+        most = max(num_blocks, default=0)
+        next_hash = _hash_of(keys[min(most, len(keys) - 1)]) if keys else prefix_hash(request, keys)
+        if not most:
+            return np.zeros(self._num_workers, dtype=np.int64), next_hash
+        num_usable = num_usable_blocks(request.num_prompt_tokens, self._block_size_tokens)
+        tokens = np.minimum(np.array(num_blocks, dtype=np.int64), num_usable) * self._block_size_tokens
+        if self._min_prefix_tokens:
+            tokens[tokens < self._min_prefix_tokens] = 0
+        return tokens, next_hash
+
+
+def prefix_hash(request: GenerateRequest, keys: Sequence[BlockKey]) -> int:
+    """Of the prompt's first block, or of all of it where it has no full block."""
+    return _hash_of(keys[0]) if keys else xxh3_64_intdigest(request.token_ids)
+
+
+def _hash_of(key: BlockKey) -> int:
+    return int.from_bytes(key[:_HASH_BYTES], "little")
+
+
+_NOWHERE = (-1, Instance(""))

@@ -1,0 +1,242 @@
+"""The table of held requests: a row for each, in columns, so that all of them are weighed at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.policies.base import Flags, Floats, Hashes, Ints, Requests
+from router.requests import GenerateRequest
+from shared.directory.base import Match
+from shared.types import BlockKey, WorkerId
+
+_FIRST_CAPACITY = 16
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One request that wants a worker."""
+
+    request: GenerateRequest
+    keys: Sequence[BlockKey]
+    ordinal: int
+    """Count of requests that this router took before."""
+    prefix_hash: int
+    demand_blocks: int
+    arrived_at_s: float
+    excluded: frozenset[WorkerId]
+    """Workers that have failed it."""
+    placed: asyncio.Future[Any]
+    worker_to_match: Mapping[WorkerId, Match] = field(default_factory=dict)
+    row: int | None = None
+    """Its place in the table, if it is there."""
+
+
+class HeldTable:
+    """Owns the rows of the requests that wait. Rows are dense: the last one moves to where one is taken out.
+
+    Requests with a common beginning are found by their keys at depths 0, 1, 2, 4, 8 and so on, which are few even of
+    the longest prompt; a request is written to that index when somebody asks, since most leave at once.
+
+    `matched_tokens` has a column for each worker, and all of it is void when the workers change: `relay` begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Held] = []
+        self._num_workers = 0
+        self.total_own_tokens = 0
+        """Of all requests that are not bound: what `own_tokens` adds up to."""
+        self.num_excluding = 0
+        """Requests that some worker has failed."""
+        self._key_to_sharing: dict[BlockKey, set[Held]] = {}
+        self._unindexed: dict[Held, None] = {}
+        self._allocate(_FIRST_CAPACITY)
+
+    def _allocate(self, capacity: int) -> None:
+        def grown(name: str, dtype: type[np.generic], *shape: int) -> NDArray[Any]:
+            array = np.zeros((capacity, *shape), dtype=dtype)
+            if self._held:
+                array[: len(self._held)] = getattr(self, name)[: len(self._held)]
+            return array
+
+        self._ordinals: Ints = grown("_ordinals", np.int64)
+        self._num_prompt_tokens: Ints = grown("_num_prompt_tokens", np.int64)
+        self._demand_blocks: Ints = grown("_demand_blocks", np.int64)
+        self._own_tokens: Ints = grown("_own_tokens", np.int64)
+        self._prefix_hashes: Hashes = grown("_prefix_hashes", np.uint64)
+        self._next_hashes: Hashes = grown("_next_hashes", np.uint64)
+        self._arrived_at_s: Floats = grown("_arrived_at_s", np.float64)
+        self._asked_at: Ints = grown("_asked_at", np.int64)
+        self._waits_for: Ints = grown("_waits_for", np.int64)
+        self._matched_tokens: Ints = grown("_matched_tokens", np.int64, self._num_workers)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(self._held)
+
+    def __getitem__(self, row: int) -> Held:
+        return self._held[row]
+
+    @property
+    def ordinals(self) -> Ints:
+        return self._ordinals[: len(self._held)]
+
+    @property
+    def own_tokens(self) -> Ints:
+        """Of each, what the worker that holds most of it would have to compute; at least one."""
+        return self._own_tokens[: len(self._held)]
+
+    @property
+    def arrived_at_s(self) -> Floats:
+        return self._arrived_at_s[: len(self._held)]
+
+    @property
+    def waits_for(self) -> Ints:
+        """The column that was best for each when it was last looked at; the number of workers where none was."""
+        return self._waits_for[: len(self._held)]
+
+    @property
+    def asked_at(self) -> Ints:
+        """The pass in which the directory was last asked about each."""
+        return self._asked_at[: len(self._held)]
+
+    def add(self, held: Held, matched_tokens: Ints, next_hash: int, asked_at: int) -> None:
+        """Put a request into the table. Modifies."""
+        row = held.row = len(self._held)
+        if row == len(self._ordinals):
+            self._allocate(2 * row)
+        self._held.append(held)
+        self._unindexed[held] = None
+        self.num_excluding += bool(held.excluded)
+        self._ordinals[row] = held.ordinal
+        self._num_prompt_tokens[row] = held.request.num_prompt_tokens
+        self._demand_blocks[row] = held.demand_blocks
+        self._prefix_hashes[row] = held.prefix_hash
+        self._arrived_at_s[row] = held.arrived_at_s
+        self._asked_at[row] = asked_at
+        self._own_tokens[row] = 0
+        self.credit(held, matched_tokens, next_hash)
+
+    def credit(self, held: Held, matched_tokens: Ints, next_hash: int) -> None:
+        """Write what workers hold of a request in the table; it is to be looked at again. Modifies."""
+        row = held.row
+        assert row is not None, "only what is in the table has a row"
+        self._matched_tokens[row] = matched_tokens
+        self._next_hashes[row] = next_hash
+        self._waits_for[row] = self._num_workers
+        most = int(matched_tokens.max(initial=0))
+        self._set_own_tokens(row, max(1, held.request.num_prompt_tokens - most))
+
+    def settle(self, held: Held) -> None:
+        """The request is bound: it is no backlog any more. Modifies; it stays in the table until it is removed."""
+        assert held.row is not None, "only what is in the table is bound"
+        self._set_own_tokens(held.row, 0)
+        self._unindex(held)
+
+    def sharing(self, keys: Sequence[BlockKey], depth: int) -> list[Held]:
+        """Who has the chain's block at `depth`, hence all before it, too; nobody who is bound. Modifies the index."""
+        for held in self._unindexed:
+            for key in _marks(held.keys):
+                self._key_to_sharing.setdefault(key, set()).add(held)
+        self._unindexed.clear()
+        mark = 1 << (depth.bit_length() - 1) if depth else 0
+        sharing = self._key_to_sharing.get(keys[mark], ())
+        key = keys[depth]
+        return [held for held in sharing if len(held.keys) > depth and held.keys[depth] == key]
+
+    def _unindex(self, held: Held) -> None:
+        if held in self._unindexed:
+            del self._unindexed[held]
+            return
+        for key in _marks(held.keys):
+            sharing = self._key_to_sharing.get(key)
+            if sharing is not None:
+                sharing.discard(held)
+                if not sharing:
+                    del self._key_to_sharing[key]
+
+    def remove(self, held: Held) -> None:
+        """Take a request out, if it is there. Modifies, and moves another row."""
+        row = held.row
+        if row is None:
+            return
+        held.row = None
+        self._set_own_tokens(row, 0)
+        self.num_excluding -= bool(held.excluded)
+        self._unindex(held)
+        last = len(self._held) - 1
+        if row != last:
+            moved = self._held[row] = self._held[last]
+            moved.row = row
+            for column in self._columns():
+                column[row] = column[last]
+        self._held.pop()
+
+    def relay(self, num_workers: int) -> None:
+        """Begin anew with other workers: nothing is matched, nobody waits for anybody. Modifies."""
+        self._num_workers = num_workers
+        self._matched_tokens = np.zeros((len(self._ordinals), num_workers), dtype=np.int64)
+        self._waits_for[:] = num_workers
+
+    def requests(self, rows: Ints | slice, now_s: float) -> Requests:
+        """What policies may know of these rows, in this order."""
+        return Requests(
+            ordinals=self._ordinals[rows],
+            num_prompt_tokens=self._num_prompt_tokens[rows],
+            prefix_hashes=self._prefix_hashes[rows],
+            next_hashes=self._next_hashes[rows],
+            demand_blocks=self._demand_blocks[rows],
+            age_s=now_s - self._arrived_at_s[rows],
+            matched_tokens=self._matched_tokens[rows],
+        )
+
+    def most_urgent(self, urgency: Floats, is_parked: Flags, limit: int) -> Ints:
+        """At most `limit` rows, the most urgent first, parked ones only where the others are fewer."""
+        (rows,) = (~is_parked).nonzero()
+        if len(rows) < limit:
+            (parked,) = is_parked.nonzero()
+            rows = np.concatenate((rows, _largest(parked, urgency[parked], limit - len(rows))))
+        else:
+            rows = _largest(rows, urgency[rows], limit)
+        # Equally urgent ones in the order in which they came.
+        ordered: Ints = rows[np.lexsort((self._ordinals[rows], -urgency[rows]))]
+        return ordered
+
+    def _set_own_tokens(self, row: int, own_tokens: int) -> None:
+        self.total_own_tokens += own_tokens - int(self._own_tokens[row])
+        self._own_tokens[row] = own_tokens
+
+    def _columns(self) -> tuple[NDArray[Any], ...]:
+        return (
+            self._ordinals,
+            self._num_prompt_tokens,
+            self._demand_blocks,
+            self._own_tokens,
+            self._prefix_hashes,
+            self._next_hashes,
+            self._arrived_at_s,
+            self._asked_at,
+            self._waits_for,
+            self._matched_tokens,
+        )
+
+
+def _marks(keys: Sequence[BlockKey]) -> Iterator[BlockKey]:
+    """Keys at depth 0 and at all powers of two."""
+    depth = 0
+    while depth < len(keys):
+        yield keys[depth]
+        depth = depth * 2 or 1
+
+
+def _largest(rows: Ints, values: Floats, limit: int) -> Ints:
+    if len(rows) <= limit:
+        return rows
+    return rows[np.argpartition(-values, limit - 1)[:limit]] if limit else rows[:0]
