@@ -96,7 +96,7 @@ async def ground(request: pytest.FixtureRequest) -> AsyncIterator[Ground]:
         run_dir = Path(folder) / "run"
         log_path = Path(folder) / "ray.log"
         try:
-            head, address = cluster.start_head(tagged_environment(head_tag), log_path, num_cpus=2)
+            head, address = cluster.start_head(ray_environment(head_tag), log_path, num_cpus=2)
             await cluster.wait_for_head(head, address, log_path, timeout_s=PATIENCE_S)
             node = start_node(address, node_tag)
             cluster.connect_ray(address, num_local_cpus=0, environment={})
@@ -136,13 +136,18 @@ async def ground(request: pytest.FixtureRequest) -> AsyncIterator[Ground]:
             assert_no_process_left(node_tag)
 
 
+def ray_environment(tag: str) -> dict[str, str]:
+    """Of a Ray that asks no token of its clients: this process has long loaded Ray, which reads it only then."""
+    return tagged_environment(tag, RAY_AUTH_MODE="disabled")
+
+
 def start_node(address: str, tag: str) -> subprocess.Popen[bytes]:
     """A second node of the Ray at `address`, with room for one worker."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", "--block"]
     command += ["--node-ip-address=127.0.0.1", "--num-cpus=1", f"--object-store-memory={100 << 20}"]
     return subprocess.Popen(
         command,
-        env=tagged_environment(tag),
+        env=ray_environment(tag),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
