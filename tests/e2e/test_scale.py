@@ -62,19 +62,22 @@ class Deployment:
         """What an attached router is asked, some at any time; at the end all of it is whole."""
         run = runfile.running(self.run_dir)
         asked: list[Streamed] = []
-        settings = Settings(**run.settings).model_copy(update={"max_attempts": 1})
+        # In turn, so that every worker is asked, however little there is to do.
+        settings = Settings(**run.settings).model_copy(update={"max_attempts": 1, "policy": "round_robin"})
         async with launch.attached(run, settings, lambda line: None) as serving:
             is_over = False
 
-            async def ask_on(place: int) -> None:
+            async def ask_on() -> None:
                 while not is_over:
                     one = streams(f"{len(asked)}", NUM_PROMPTS, NUM_TOKENS)[len(asked) % NUM_PROMPTS]
                     asked.append(one)
                     await one.read(serving.router)
+                    # Two cores have workers to start meanwhile.
+                    await asyncio.sleep(0.2)
 
             async with asyncio.TaskGroup() as places:
-                for place in range(12):
-                    places.create_task(ask_on(place))
+                for _ in range(4):
+                    places.create_task(ask_on())
                 yield asked
                 is_over = True
             assert len(serving.router.queue) == serving.router.fleet.num_bookings == 0
@@ -109,27 +112,16 @@ def is_asked(asked: list[Streamed], worker: str, since: int) -> bool:
 
 async def test_workers_come_and_go_under_a_router_that_loses_nothing(tmp_path: Path, deployment: Deployment) -> None:
     async with deployment.under_load() as asked:
-        for arguments, answer in (
-            (("drain", "w0"), "without w0 no worker is left that takes requests"),
-            (("drain", "w7"), "there is no worker 'w7'; the workers are w0"),
-            (("scale", "999"), "too many workers: 999 workers need 999 CPU"),
-        ):
-            code, told = await deployment.run(*arguments)
-            assert (code, answer in told) == (2, True), told
-        assert await deployment.states() == {"w0": "ready"}
+        code, told = await deployment.run("scale", "999")
+        assert (code, "too many workers: 999 workers need 999 CPU" in told) == (2, True), told
 
-        scaling = await deployment.start_until("starting 1 workers", "scale", "2")
-        code, told = await deployment.run("scale", "1")
-        assert (code, "another `kvroute up`, `scale` or `drain` is at work" in told) == (2, True), told
-        _, told = await asyncio.to_thread(scaling.communicate)
-        assert (scaling.returncode, "2 workers serve tiny: w0, w1" in told) == (0, True), told
+        code, told = await deployment.run("scale", "2")
+        assert (code, "2 workers serve tiny: w0, w1" in told) == (0, True), told
         await until(lambda: is_asked(asked, "w1", 0))
 
         # Without a wait: what runs on it goes on elsewhere, though a request that fails is not tried again here.
         code, told = await deployment.run("scale", "1", "--drain-timeout-s", "0")
         assert (code, "worker w1 has left" in told, "1 workers serve tiny: w0" in told) == (0, True, True), told
-        code, told = await deployment.run("scale", "1")
-        assert (code, "1 workers serve tiny: w0" in told) == (0, True), told
 
         num_asked = len(asked)
         code, told = await deployment.run("scale", "2")
