@@ -156,8 +156,12 @@ def start_node(address: str, tag: str) -> subprocess.Popen[bytes]:
 
 
 def tell(request: pytest.FixtureRequest, waits: list[str]) -> None:
+    """Put the table into the test report, whether or not anything failed."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
     reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    if reporter is not None:
+    if capture is None or reporter is None:
+        return
+    with capture.global_and_fixture_disabled():
         reporter.write_line("")
         reporter.write_line(f"{'fault':<24} {'requests':>8} {'continued':>10} {'slowest waited':>16}")
         for line in waits:
