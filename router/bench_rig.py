@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
 from router.fleet import Fleet
 from router.hints import Hints
+from router.policies.base import Policy
 from router.policies.cost import CostPolicy
 from router.queue import HoldQueue
 from shared.directory.base import Directory, Match, WorkerRecord
@@ -37,9 +38,9 @@ class BenchDirectory:
 
     async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
         shown = self.mirror.shown
-        asked = list(workers)
-        if any(worker not in shown for worker in asked):
-            raise LookupError("the mirror has all workers")
+        asked = workers if isinstance(workers, Collection) else list(workers)
+        missing = [worker for worker in asked if worker not in shown]
+        assert not missing, "the mirror has all workers"
         return self.mirror.match(keys, asked)
 
     async def workers(self) -> list[WorkerRecord]:
@@ -122,7 +123,7 @@ class Rig:
 
 
 @asynccontextmanager
-async def bench_rig(num_workers: int, seed: int) -> AsyncIterator[Rig]:
+async def bench_rig(num_workers: int, seed: int, policy: Policy | None = None) -> AsyncIterator[Rig]:
     now_s = [0.0]
 
     def clock() -> float:
@@ -145,7 +146,7 @@ async def bench_rig(num_workers: int, seed: int) -> AsyncIterator[Rig]:
         on_leave=hints.forget,
     )
     queue = HoldQueue(
-        CostPolicy(),
+        policy or CostPolicy(),
         fleet,
         hints,
         lambda keys: directory.match(keys, fleet.worker_to_instance),

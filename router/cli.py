@@ -41,7 +41,13 @@ _MODEL_FLAGS = (
     ("start-timeout-s", "S", "Longest wait for workers to be ready."),
 )
 _ROUTER_FLAGS = (
-    ("policy", "NAME", "How requests find workers."),
+    (
+        "policy",
+        "NAME",
+        "How requests find workers: cost, random, round_robin, least_load, power_of_two, prefix_hash; as others do it: "
+        "dynamo, llm_d, llm_d_affinity, sglang, ray_prefix; or MODULE:CLASS. Knobs follow, as in "
+        "dynamo:temperature=0.1.",
+    ),
     ("seed", "N", "Seed of every random choice that kvroute makes."),
     ("min-prefix-tokens", "TOKENS", "Shorter cached prefixes are not weighed."),
     ("max-queued", "N", "Requests held by a router before it answers 429."),

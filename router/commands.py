@@ -18,6 +18,7 @@ from router.batch import BatchLimits, BatchReport, OnRow, PreparedBatch, prepare
 from router.bench import figures_json, figures_text, run_benchmark
 from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
+from router.policies import make_policy
 from router.prompts import prompt_tokens, read_prompt
 from router.status import deployment_state
 from router.tables import or_dash
@@ -57,6 +58,8 @@ def run(
 ) -> int:
     """Run one command and give its exit code. `say` takes talk for people, `show` takes results."""
     set_up_logging(settings.log_level, settings.log_format)
+    # A policy that cannot be made must stop the command before it starts anything.
+    make_policy(settings.policy)
     try:
         return asyncio.run(_interruptible(_COMMANDS[command](Invocation(settings, own, say, show))))
     except asyncio.CancelledError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -17,6 +18,16 @@ from shared.types import BlockKey, Instance, WorkerId
 _HASH_BYTES = 8
 
 
+class Credited(NamedTuple):
+    """What workers hold of one prompt."""
+
+    tokens: Ints
+    """For each worker."""
+    most_tokens: int
+    next_hash: int
+    """Of the first block that nobody holds."""
+
+
 class Credit:
     """Counts for each column of the loads what its worker would not have to compute. Keeps nothing of any request."""
 
@@ -25,43 +36,43 @@ class Credit:
         self._block_size_tokens = block_size_tokens
         self._min_prefix_tokens = min_prefix_tokens
         self._num_workers = 0
-        self._worker_to_column: dict[WorkerId, tuple[int, Instance]] = {}
+        self._instances: tuple[Instance, ...] = ()
+        self._worker_to_column: dict[WorkerId, int] = {}
 
     def relay(self, loads: Loads) -> None:
         """Count for these workers from now on; those that compute other keys are never credited. Modifies."""
         self._num_workers = len(loads)
+        self._instances = loads.instances
         self._worker_to_column = {
-            worker: (column, instance)
-            for column, (worker, instance, is_cache_aware) in enumerate(
-                zip(loads.workers, loads.instances, loads.is_cache_aware.tolist(), strict=True)
-            )
-            if is_cache_aware
+            worker: column for column, worker in enumerate(loads.workers) if loads.is_cache_aware[column]
         }
 
     def row(
         self, request: GenerateRequest, keys: Sequence[BlockKey], worker_to_match: Mapping[WorkerId, Match]
-    ) -> tuple[Ints, int]:
-        """Tokens that each worker holds of a prompt, and the hash of the first block that nobody holds."""
+    ) -> Credited:
+        """What the workers hold of a prompt."""
         num_blocks = [0] * self._num_workers
         worker_to_column = self._worker_to_column
+        instances = self._instances
         for worker, match in worker_to_match.items():
-            column, instance = worker_to_column.get(worker, _NOWHERE)
-            if match.instance == instance:
+            column = worker_to_column.get(worker)
+            if column is not None and match.instance == instances[column]:
                 num_blocks[column] = match.num_blocks
         for worker, num_promised in self._hints.promised(keys).items():
-            column, _ = worker_to_column.get(worker, _NOWHERE)
+            column = worker_to_column.get(worker)
             # Both are prefixes of one chain, so their union is the longer one.
-            if column >= 0 and num_promised > num_blocks[column]:
+            if column is not None and num_promised > num_blocks[column]:
                 num_blocks[column] = num_promised
         most = max(num_blocks, default=0)
         next_hash = _hash_of(keys[min(most, len(keys) - 1)]) if keys else prefix_hash(request, keys)
-        if not most:
-            return np.zeros(self._num_workers, dtype=np.int64), next_hash
         num_usable = num_usable_blocks(request.num_prompt_tokens, self._block_size_tokens)
+        most_tokens = min(most, num_usable) * self._block_size_tokens
+        if most_tokens < max(1, self._min_prefix_tokens):
+            return Credited(np.zeros(self._num_workers, dtype=np.int64), 0, next_hash)
         tokens = np.minimum(np.array(num_blocks, dtype=np.int64), num_usable) * self._block_size_tokens
         if self._min_prefix_tokens:
             tokens[tokens < self._min_prefix_tokens] = 0
-        return tokens, next_hash
+        return Credited(tokens, most_tokens, next_hash)
 
 
 def prefix_hash(request: GenerateRequest, keys: Sequence[BlockKey]) -> int:
@@ -71,6 +82,3 @@ def prefix_hash(request: GenerateRequest, keys: Sequence[BlockKey]) -> int:
 
 def _hash_of(key: BlockKey) -> int:
     return int.from_bytes(key[:_HASH_BYTES], "little")
-
-
-_NOWHERE = (-1, Instance(""))

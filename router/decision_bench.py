@@ -80,10 +80,13 @@ def _measure_ranking(sizes: Sizes, num_workers: int) -> float:
         is_cache_aware=all_of(True),
         is_home=all_of(True),
         num_requests=ints(32),
+        num_waiting=all_of(0),
         max_num_seqs=all_of(64),
         queued_prefill_tokens=ints(8192),
         kv_used_blocks=ints(1000),
+        kv_demand_blocks=ints(1000),
         kv_total_blocks=all_of(2000),
+        num_resident_blocks=all_of(2000),
         step_budget_tokens=all_of(2048),
         prefill_s_per_token=all_of(1e-4),
         step_s=all_of(0.01),
@@ -118,8 +121,8 @@ async def _measure_decisions(sizes: Sizes) -> dict[str, float]:
             draws.choice(rig.clients).tell(replace(STATUS, num_running=draws.randrange(8)))
             await asyncio.sleep(0)
             tokens = draws.choice(prompts)
-            started_at_s = time.perf_counter()
             request = GenerateRequest(RequestId(f"r{number}"), tokens, Sampling(max_tokens=64))
+            started_at_s = time.perf_counter()
             keys = block_keys(tokens, SCHEME.block_size_tokens, _ROOT)
             placement = await rig.queue.place(request, keys, frozenset(), rig.now_s[0])
             durations_us.append((time.perf_counter() - started_at_s) * 1e6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import aclosing
@@ -12,14 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from router.bookings import Booking, Claims
-from router.loads import Column, Fixed, LoadTable
+from router.loads import Fixed, LoadTable, column_of
 from router.policies.base import Loads
 from router.suspicion import Suspicion
 from shared.directory.base import Directory, RouterPlace, WorkerRecord
 from shared.errors import AuthenticationFailed, DirectoryUnavailable, KvrouteError, WorkerLost
 from shared.hashing import pack_tokens
 from shared.transport.base import OnChange, WorkerClient
-from shared.types import Instance, RequestId, RouterId, Sampling, WorkerId, WorkerStatus
+from shared.types import Instance, RequestId, RouterId, Sampling, WorkerId
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +155,8 @@ class Fleet:
         for worker in self._unwritten:
             member = self._members[worker]
             if member.column is not None:
-                self._table.write(member.column, self._column(member), self._num_booked)
+                column = column_of(member.record.info, member.client, member.claims, member.last_booking, self._clock())
+                self._table.write(member.column, column, self._num_booked)
         self._unwritten.clear()
         return self._table.snapshot(self._clock())
 
@@ -209,25 +209,6 @@ class Fleet:
             is_home=info.worker in self._homes,
             max_num_seqs=info.max_num_seqs,
             kv_total_blocks=info.num_blocks,
-        )
-
-    def _column(self, member: _Member) -> Column:
-        """What one worker has to do, as far as this router can know."""
-        client, claims = member.client, member.claims
-        claims.note_seen(client.acknowledged_submit)
-        status = client.status or _IDLE_STATUS
-        num_blocks = member.record.info.num_blocks
-        return Column(
-            num_requests=status.num_running + status.num_waiting + claims.num_unseen,
-            queued_prefill_tokens=status.queued_prefill_tokens + claims.unseen_tokens,
-            kv_used_blocks=min(status.kv_used_blocks + claims.pending_blocks, num_blocks),
-            step_budget_tokens=status.step_budget_tokens,
-            last_booking=member.last_booking,
-            measured_prefill_s_per_token=status.prefill_s_per_token,
-            step_s=status.step_s,
-            decode_s_per_seq=status.decode_s_per_seq,
-            round_trip_s=client.round_trip_s,
-            status_at_s=math.inf if client.status is None else self._clock() - client.status_age_s,
         )
 
     def _take_news(self, worker: WorkerId) -> None:
@@ -399,17 +380,3 @@ async def _disconnect(member: _Member) -> None:
         member.probe.cancel()
         await asyncio.gather(member.probe, return_exceptions=True)
     await member.client.close()
-
-
-_IDLE_STATUS = WorkerStatus(
-    num_running=0,
-    num_waiting=0,
-    queued_prefill_tokens=0,
-    kv_used_blocks=0,
-    kv_total_blocks=0,
-    prefill_s_per_token=0.0,
-    step_s=0.0,
-    decode_s_per_seq=0.0,
-    step_budget_tokens=0,
-)
-"""What a worker that has just joined is taken for until its first frame."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from router.credit import Credited
 from router.policies.base import Flags, Floats, Hashes, Ints, Requests
 from router.requests import GenerateRequest
 from shared.directory.base import Match
@@ -72,6 +73,7 @@ class HeldTable:
         self._next_hashes: Hashes = grown("_next_hashes", np.uint64)
         self._arrived_at_s: Floats = grown("_arrived_at_s", np.float64)
         self._asked_at: Ints = grown("_asked_at", np.int64)
+        self._weighed_at: Ints = grown("_weighed_at", np.int64)
         self._waits_for: Ints = grown("_waits_for", np.int64)
         self._matched_tokens: Ints = grown("_matched_tokens", np.int64, self._num_workers)
 
@@ -107,8 +109,8 @@ class HeldTable:
         """The pass in which the directory was last asked about each."""
         return self._asked_at[: len(self._held)]
 
-    def add(self, held: Held, matched_tokens: Ints, next_hash: int, asked_at: int) -> None:
-        """Put a request into the table. Modifies."""
+    def add(self, held: Held, credited: Credited, num_passes: int) -> None:
+        """Put a request into the table, of which the directory has just been asked. Modifies."""
         row = held.row = len(self._held)
         if row == len(self._ordinals):
             self._allocate(2 * row)
@@ -120,19 +122,18 @@ class HeldTable:
         self._demand_blocks[row] = held.demand_blocks
         self._prefix_hashes[row] = held.prefix_hash
         self._arrived_at_s[row] = held.arrived_at_s
-        self._asked_at[row] = asked_at
+        self._asked_at[row] = self._weighed_at[row] = num_passes
         self._own_tokens[row] = 0
-        self.credit(held, matched_tokens, next_hash)
+        self.credit(held, credited)
 
-    def credit(self, held: Held, matched_tokens: Ints, next_hash: int) -> None:
+    def credit(self, held: Held, credited: Credited) -> None:
         """Write what workers hold of a request in the table; it is to be looked at again. Modifies."""
         row = held.row
         assert row is not None, "only what is in the table has a row"
-        self._matched_tokens[row] = matched_tokens
-        self._next_hashes[row] = next_hash
+        self._matched_tokens[row] = credited.tokens
+        self._next_hashes[row] = credited.next_hash
         self._waits_for[row] = self._num_workers
-        most = int(matched_tokens.max(initial=0))
-        self._set_own_tokens(row, max(1, held.request.num_prompt_tokens - most))
+        self._set_own_tokens(row, max(1, held.request.num_prompt_tokens - credited.most_tokens))
 
     def settle(self, held: Held) -> None:
         """The request is bound: it is no backlog any more. Modifies; it stays in the table until it is removed."""
@@ -197,14 +198,18 @@ class HeldTable:
             matched_tokens=self._matched_tokens[rows],
         )
 
-    def most_urgent(self, urgency: Floats, is_parked: Flags, limit: int) -> Ints:
-        """At most `limit` rows, the most urgent first, parked ones only where the others are fewer."""
+    def to_weigh(self, urgency: Floats, is_parked: Flags, limit: int, num_passes: int) -> Ints:
+        """At most `limit` rows, the most urgent first; where fewer are not parked, the parked ones have their turn.
+
+        Modifies the turns only.
+        """
         (rows,) = (~is_parked).nonzero()
         if len(rows) < limit:
             (parked,) = is_parked.nonzero()
-            rows = np.concatenate((rows, _largest(parked, urgency[parked], limit - len(rows))))
+            rows = np.concatenate((rows, _largest(parked, -self._weighed_at[parked], limit - len(rows))))
         else:
             rows = _largest(rows, urgency[rows], limit)
+        self._weighed_at[rows] = num_passes
         # Equally urgent ones in the order in which they came.
         ordered: Ints = rows[np.lexsort((self._ordinals[rows], -urgency[rows]))]
         return ordered
@@ -223,6 +228,7 @@ class HeldTable:
             self._next_hashes,
             self._arrived_at_s,
             self._asked_at,
+            self._weighed_at,
             self._waits_for,
             self._matched_tokens,
         )
@@ -236,7 +242,7 @@ def _marks(keys: Sequence[BlockKey]) -> Iterator[BlockKey]:
         depth = depth * 2 or 1
 
 
-def _largest(rows: Ints, values: Floats, limit: int) -> Ints:
+def _largest(rows: Ints, values: Floats | Ints, limit: int) -> Ints:
     if len(rows) <= limit:
         return rows
     return rows[np.argpartition(-values, limit - 1)[:limit]] if limit else rows[:0]

@@ -44,6 +44,7 @@ class Hints:
         self._worker_to_bit: dict[WorkerId, int] = {}
         self._workers: list[WorkerId | None] = []
         """By number of their bit; `None` where the number is free."""
+        self._free_numbers: list[int] = []
         self._live: set[Promise] = set()
         self._settled: deque[tuple[float, Promise]] = deque()
         self.on_change: OnChange | None = None
@@ -104,7 +105,9 @@ class Hints:
         self._worker_to_num_promises[worker] -= 1
         if not self._worker_to_num_promises[worker]:
             del self._worker_to_num_promises[worker], self._worker_to_more[worker]
-            self._workers[self._worker_to_bit.pop(worker).bit_length() - 1] = None
+            number = self._worker_to_bit.pop(worker).bit_length() - 1
+            self._workers[number] = None
+            self._free_numbers.append(number)
         self._tell(promise, num_left)
 
     def forget(self, worker: WorkerId) -> None:
@@ -161,8 +164,12 @@ class Hints:
     def _bit_of(self, worker: WorkerId) -> int:
         bit = self._worker_to_bit.get(worker)
         if bit is None:
-            number = self._workers.index(None) if None in self._workers else len(self._workers)
-            self._workers[number : number + 1] = [worker]
+            if self._free_numbers:
+                number = self._free_numbers.pop()
+                self._workers[number] = worker
+            else:
+                number = len(self._workers)
+                self._workers.append(worker)
             bit = self._worker_to_bit[worker] = 1 << number
             self._worker_to_more[worker] = {}
             self._worker_to_num_promises[worker] = 0

@@ -32,8 +32,9 @@ _LOOKED_AT = 128
 """Most held requests that one pass weighs: bounds the cost of an event, and the rest are younger or longer anyway."""
 _MAX_MATCHING = 8
 """Matches that are asked for again side by side: few, so that new requests' own do not queue behind them."""
+_PASSES_PER_QUESTION = 4
 _PASSES_PER_MATCH = 8
-"""Passes that an answer of the directory about a held request is good for."""
+"""Passes that an answer of the directory about a held request is good for. One is asked about in every fourth pass."""
 _PATIENCE_PREFILLS = 4.0
 """A request that waits for blocks longer than this many mean prefills is not overtaken on its worker any more."""
 _MEAN_WEIGHT = 0.05
@@ -201,7 +202,7 @@ class HoldQueue:
         if self._is_closed:
             raise NoWorker("the router is closing")
         self._sync_workers(self._fleet.loads())
-        self._table.add(held, *self._credit.row(held.request, held.keys, held.worker_to_match), self._num_passes)
+        self._table.add(held, self._credit.row(held.request, held.keys, held.worker_to_match), self._num_passes)
         self._decide(None if self._is_pass_due or self._has_unseen else held)
 
     def _decide(self, newcomer: Held | None = None) -> None:
@@ -217,7 +218,9 @@ class HoldQueue:
             if not len(loads) or not len(self._table):
                 return
             if newcomer is not None:
-                self._weigh_one(loads, newcomer)
+                # Who comes first waits for nobody; behind others there may be no worker that is worth a look.
+                if len(self._table) == 1 or self._is_ready(loads, self._fleet_state(loads), self._clock()).any():
+                    self._weigh_one(loads, newcomer)
             elif self._policy.is_late_binding:
                 self._weigh_all(loads)
             else:
@@ -234,7 +237,8 @@ class HoldQueue:
         rows = slice(held.row, held.row + 1)
         requests = self._table.requests(rows, self._clock())
         costs = self._policy.costs(requests, loads, self._fleet_state(loads), self._rng)
-        costs = self._barred(costs, np.array([held.row]))
+        if self._column_to_reserved or held.excluded:
+            costs = self._barred(costs, np.array([held.row]))
         column = int(costs.best(loads)[0])
         self._table.waits_for[rows] = column
         if costs.total[0, column] < math.inf and (costs.can_send is None or costs.can_send[0, column]):
@@ -247,13 +251,16 @@ class HoldQueue:
         fleet = self._fleet_state(loads)
         is_ready = self._is_ready(loads, fleet, now_s)
         if not is_ready.any():
+            self._ask_again(np.arange(len(self._table)))
             return
         rows = self._in_order(fleet, is_ready, now_s)
         self._ask_again(rows)
         bound: list[Held] = []
         while len(rows) and is_ready.any():
             requests = self._table.requests(rows, now_s)
-            costs = self._barred(self._policy.costs(requests, loads, fleet, self._rng), rows)
+            costs = self._policy.costs(requests, loads, fleet, self._rng)
+            if self._column_to_reserved or self._table.num_excluding:
+                costs = self._barred(costs, rows)
             best = costs.best(loads)
             pairs = np.arange(len(rows)), best
             can_send = costs.total[pairs] < math.inf
@@ -297,12 +304,10 @@ class HoldQueue:
         urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, fleet)
         is_parked = ~np.append(is_ready, True)[table.waits_for]
         self._has_unseen = len(table) - int(is_parked.sum()) > _LOOKED_AT
-        return table.most_urgent(urgency, is_parked, _LOOKED_AT)
+        return table.to_weigh(urgency, is_parked, _LOOKED_AT, self._num_passes)
 
     def _barred(self, costs: Costs, rows: Ints) -> Costs:
         """Infinite where a worker is reserved, or has failed a request that has others left."""
-        if not self._column_to_reserved and not self._table.num_excluding:
-            return costs
         total = costs.total.copy()
         total[:, list(self._column_to_reserved)] = math.inf
         for index, row in enumerate(rows.tolist()):
@@ -352,13 +357,15 @@ class HoldQueue:
             self._renew_credit(held)
 
     def _renew_credit(self, held: Held) -> None:
-        self._table.credit(held, *self._credit.row(held.request, held.keys, held.worker_to_match))
+        self._table.credit(held, self._credit.row(held.request, held.keys, held.worker_to_match))
 
     def _ask_again(self, rows: Ints) -> None:
         """Ask the directory about one of these requests, whose answer is the oldest: it may hold no longer.
 
         Paced by passes, not by a clock: where nothing happens nothing is decided, and a busy fleet is asked more often.
         """
+        if self._num_passes % _PASSES_PER_QUESTION:
+            return
         asked_at = self._table.asked_at[rows]
         held = self._table[rows[asked_at.argmin()]]
         is_old = self._num_passes - int(asked_at.min()) >= _PASSES_PER_MATCH
@@ -387,6 +394,7 @@ class HoldQueue:
             backlog_s=self._table.total_own_tokens * prefill_s_per_token,
             mean_output_tokens=self._mean_output_tokens,
             num_routers=self._fleet.num_routers,
+            block_size_tokens=self._block_size_tokens,
         )
 
     def _note_sent(self, full_tokens: int, own_tokens: int) -> None:

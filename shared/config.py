@@ -20,7 +20,6 @@ ENVIRONMENT_PREFIX = "KVROUTE_"
 TEST_PREFIX = "KVROUTE_TEST_"
 """Variables of the test suite, which are no settings; no setting's name may start with `test_`."""
 
-PolicyName = Literal["cost", "random", "round_robin", "least_load", "power_of_two", "prefix_hash"]
 EvictionName = Literal["lru", "shared_first", "adaptive", "stock"]
 MIN_BLOCK_SIZE_TOKENS, MAX_BLOCK_SIZE_TOKENS = 16, 256
 
@@ -34,7 +33,12 @@ class Settings(BaseModel):
     served_model_name: str = Field("", description="Name that requests use; default: the value of --model.")
     engine: Literal["vllm"] = Field("vllm", description="What computes tokens.")
     workers: int = Field(1, ge=1, le=4096, description="Number of workers.")
-    policy: PolicyName = Field("cost", description="How requests find workers.")
+    policy: str = Field(
+        "cost",
+        description="How requests find workers: cost, random, round_robin, least_load, power_of_two, prefix_hash; as "
+        "others do it: dynamo, llm_d, llm_d_affinity, sglang, ray_prefix; or MODULE:CLASS. Knobs follow, as in "
+        "dynamo:temperature=0.1.",
+    )
     seed: int = Field(0, description="Seed of every random choice that kvroute makes.")
 
     block_size: int = Field(

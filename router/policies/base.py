@@ -23,12 +23,16 @@ Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 
+_DERIVED: Floats = np.empty(0)
+"""Stands for what follows from other fields."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
     """Every worker that may be sent to, at one moment: its last status, and own sends that the status cannot know yet.
 
-    One entry for each worker in every field, by worker id. Nobody writes to the arrays.
+    One entry for each worker in every field, by worker id. Nobody writes to the arrays. What follows from others is
+    worked out where it is not given.
     """
 
     workers: tuple[WorkerId, ...]
@@ -41,11 +45,18 @@ class Loads:
     """Whether this router goes to the worker rather than its peers do; all are, of a router that is alone."""
     num_requests: Ints
     """Running, waiting, and sent but not yet accounted for by the worker."""
+    num_waiting: Ints
+    """Those of them that do not run yet."""
     max_num_seqs: Ints
     queued_prefill_tokens: Ints
     """Uncached prompt tokens that the worker has accepted or been sent and has no first token for."""
     kv_used_blocks: Ints
+    """Held by running requests, or needed by those to come as far as there are any."""
+    kv_demand_blocks: Ints
+    """The same without a limit: more than there are where requests will wait for them."""
     kv_total_blocks: Ints
+    num_resident_blocks: Ints
+    """Blocks with reusable content, in use or not."""
     step_budget_tokens: Ints
     prefill_s_per_token: Floats
     step_s: Floats
@@ -53,19 +64,30 @@ class Loads:
     round_trip_s: Floats
     """From this router to the worker and back."""
     status_age_s: Floats
+    queued_prefill_s: Floats = field(default_factory=lambda: _DERIVED)
+    """Time until a request sent now would start its own prefill."""
+    step_budget_s: Floats = field(default_factory=lambda: _DERIVED)
+    """Time of one engine step that is full of prefill."""
+    decode_s: Floats = field(default_factory=lambda: _DERIVED)
+    """What the worker's requests add to each of its steps."""
+    fullness: Floats = field(default_factory=lambda: _DERIVED)
+    """Share of the blocks or of the slots that is in use, whichever is larger."""
+
+    def __post_init__(self) -> None:
+        if self.queued_prefill_s is _DERIVED:
+            queued_prefill_s = self.queued_prefill_tokens * self.prefill_s_per_token
+            object.__setattr__(self, "queued_prefill_s", queued_prefill_s)
+        if self.step_budget_s is _DERIVED:
+            step_budget_s = self.step_s + self.step_budget_tokens * self.prefill_s_per_token
+            object.__setattr__(self, "step_budget_s", step_budget_s)
+        if self.decode_s is _DERIVED:
+            object.__setattr__(self, "decode_s", self.decode_s_per_seq * self.num_requests)
+        if self.fullness is _DERIVED:
+            blocks, slots = self.kv_used_blocks / self.kv_total_blocks, self.num_requests / self.max_num_seqs
+            object.__setattr__(self, "fullness", np.maximum(blocks, slots))
 
     def __len__(self) -> int:
         return len(self.workers)
-
-    @property
-    def queued_prefill_s(self) -> Floats:
-        """Time until a request sent now would start its own prefill."""
-        return self.queued_prefill_tokens * self.prefill_s_per_token
-
-    @property
-    def step_budget_s(self) -> Floats:
-        """Time of one engine step that is full of prefill."""
-        return self.step_s + self.step_budget_tokens * self.prefill_s_per_token
 
     @property
     def has_free_slot(self) -> Flags:
@@ -118,6 +140,7 @@ class FleetState:
     """Length of an answer."""
     num_routers: int = 1
     """Live routers of the same workers, this one among them."""
+    block_size_tokens: int = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,11 +170,12 @@ class Costs:
             if len(columns) > 1:
                 best[0] = columns[rendezvous(self.tie_hashes, loads.hashes[columns]).argmin()]
             return best
-        is_lowest = self.total == self.total.min(axis=1, keepdims=True)
-        (tied,) = (is_lowest.sum(axis=1) > 1).nonzero()
+        # The first of the lowest is the last as well, but where there is a tie.
+        (tied,) = (best != len(loads) - 1 - self.total[:, ::-1].argmin(axis=1)).nonzero()
         if len(tied):
+            is_lowest = self.total[tied] == self.total[tied, best[tied], None]
             weights = rendezvous(self.tie_hashes[tied, None], loads.hashes)
-            best[tied] = np.where(is_lowest[tied], weights, _HEAVIEST).argmin(axis=1)
+            best[tied] = np.where(is_lowest, weights, _HEAVIEST).argmin(axis=1)
         return best
 
 

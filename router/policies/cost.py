@@ -53,21 +53,20 @@ class CostPolicy:
         num_requests = loads.num_requests
         queued_s = loads.queued_prefill_s
         pressure = _pressure(queued_s, fleet)
-        decode_s = loads.decode_s_per_seq * num_requests
-        fullness = np.maximum(loads.kv_used_blocks / loads.kv_total_blocks, num_requests / loads.max_num_seqs)
+        has_free_slot = loads.has_free_slot
         own_s: Floats = np.multiply(requests.own_tokens, weights.own_prefill * loads.prefill_s_per_token)
         terms: dict[str, Floats] = {
             "queue_s": queued_s / (1.0 + pressure),
-            "fullness_s": weights.fullness * fleet.mean_full_s * fullness,
-            "decode_s": weights.decode * decode_s,
+            "fullness_s": weights.fullness * fleet.mean_full_s * loads.fullness,
+            "decode_s": weights.decode * loads.decode_s,
         }
         if fleet.num_routers > 1:
             terms["home_s"] = np.where(loads.is_home, 0.0, weights.away_from_home * _crowding_s(queued_s, fleet))
         if weights.crowd:
-            terms["crowd_s"] = weights.crowd * _crowd_s(loads, decode_s)
-        if weights.slot and not loads.has_free_slot.all():
+            terms["crowd_s"] = weights.crowd * _crowd_s(loads)
+        if weights.slot and not has_free_slot.all():
             terms["slot_s"] = weights.slot * _slot_s(loads, fleet) / (1.0 + pressure)
-        is_ready = self._is_ready(loads, fleet, requests.age_s[:, None], queued_s)
+        is_ready = has_free_slot & self._runs_dry_soon(loads, fleet, requests.age_s[:, None])
         # A worker that runs nothing takes anything: what it cannot hold it refuses by name; no wait would mend that.
         free_blocks = np.where(num_requests, loads.kv_total_blocks - loads.kv_used_blocks, _UNLIMITED)
         fits = requests.demand_blocks[:, None] <= free_blocks
@@ -82,13 +81,13 @@ class CostPolicy:
 
     def is_ready(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Flags:
         """Whether a worker would have nothing to prefill before another word from it could reach this router."""
-        return self._is_ready(loads, fleet, age_s, loads.queued_prefill_s)
+        return loads.has_free_slot & self._runs_dry_soon(loads, fleet, age_s)
 
-    def _is_ready(self, loads: Loads, fleet: FleetState, age_s: Floats, queued_s: Floats) -> Flags:
+    def _runs_dry_soon(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Flags:
         bound_s = loads.step_budget_s + loads.status_age_s + loads.round_trip_s
         if fleet.num_routers > 1:
             bound_s = bound_s + self._weights.patience * age_s
-        return loads.has_free_slot & (queued_s < bound_s)
+        return loads.queued_prefill_s < bound_s
 
     def urgency(self, age_s: Floats, own_s: Floats, fleet: FleetState) -> Floats:
         """A response ratio with squared age: short or cached prompts first, nobody for ever."""
@@ -110,9 +109,9 @@ def _crowding_s(queued_s: Floats, fleet: FleetState) -> float:
     return min(fleet.mean_full_s, float(queued_s.sum()) / len(queued_s))
 
 
-def _crowd_s(loads: Loads, decode_s: Floats) -> Floats:
+def _crowd_s(loads: Loads) -> Floats:
     num_over: Floats = np.maximum(loads.num_requests - loads.num_requests.sum() / len(loads), 0.0)
-    return (loads.step_s + decode_s) * num_over
+    return (loads.step_s + loads.decode_s) * num_over
 
 
 def _slot_s(loads: Loads, fleet: FleetState) -> Floats:

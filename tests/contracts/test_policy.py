@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from router.policies import make_policy
+from router.policies import POLICY_NAMES, make_policy
 from router.policies.base import FleetState, Loads, Policy, Ranking, Requests
 from router.policies.cost import CostPolicy, CostWeights
+from shared.config import Settings
 from shared.errors import ConfigError
-from tests.support.policies import loads_of, request_of, requests_of
+from tests.support.policies import IDLE, loads_of, request_of, requests_of
 
-NAMES = ["cost", "random", "round_robin", "least_load", "power_of_two", "prefix_hash"]
+README = Path(__file__).parents[2] / "README.md"
+
+PEERS = ("dynamo", "llm_d", "llm_d_affinity", "sglang", "ray_prefix")
+VARIANTS = (
+    "dynamo:temperature=0.5",
+    "dynamo:selection_policy=lmetric:overlap_score_credit_decay=1",
+    "dynamo:queue_threshold=1",
+    "llm_d:load_aware_weight=1:active_request_weight=1",
+    "llm_d_affinity:affinity_threshold=0.3:max_ttft_penalty_ms=100:exploration_probability=0.2",
+    "sglang:cache_threshold=0.1:balance_abs_threshold=5",
+    "ray_prefix:imbalanced_threshold=5",
+)
+"""Knobs that take another way through a rule."""
+NAMES = (*POLICY_NAMES, *VARIANTS)
 FLEET = FleetState(prefill_s_per_token=1e-4, mean_full_s=0.4, mean_own_s=0.2, mean_output_tokens=64.0)
 
 
@@ -36,9 +52,12 @@ def order_of(policy: Policy, loads: Loads, request: Requests | None = None, seed
 def random_load(draws: random.Random) -> dict[str, float]:
     return {
         "num_requests": draws.randrange(12),
+        "num_waiting": draws.randrange(4),
         "max_num_seqs": draws.choice((8, 16)),
         "queued_prefill_tokens": draws.randrange(9000),
         "kv_used_blocks": draws.randrange(800),
+        "kv_demand_blocks": draws.randrange(1200),
+        "num_resident_blocks": draws.randrange(800),
         "prefill_s_per_token": draws.uniform(0.5e-4, 2e-4),
         "status_age_s": draws.uniform(0, 0.1),
         "round_trip_s": draws.uniform(0, 0.01),
@@ -124,8 +143,63 @@ def test_explanation_names_every_worker_the_best_one_first(policy: Policy) -> No
     assert explanation.startswith(f"{loads.workers[best]}={costs.total[0, best]:.4g}")
 
 
-def test_only_cost_binds_late() -> None:
-    assert [name for name in NAMES if make_policy(name).is_late_binding] == ["cost"]
+def test_only_cost_binds_late_and_one_rule_that_is_told_to() -> None:
+    assert [name for name in NAMES if make_policy(name).is_late_binding] == ["cost", "dynamo:queue_threshold=1"]
+
+
+def test_names_are_those_that_help_and_readme_tell() -> None:
+    told = Settings.model_fields["policy"].description or ""
+    assert [name for name in POLICY_NAMES if not re.search(rf"\b{name}\b", told)] == []
+    readme = README.read_text(encoding="utf-8")
+    assert [name for name in POLICY_NAMES if f"`{name}`" not in readme] == []
+
+
+@pytest.mark.parametrize("name", ["cost", "prefix_hash", *PEERS])
+def test_costs_do_not_depend_on_where_a_worker_stands_nor_on_other_requests(name: str) -> None:
+    draws = random.Random(8)
+    policy = make_policy(name)
+    for _ in range(30):
+        loads = loads_of(*(random_load(draws) for _ in range(6)))
+        requests = random_requests(draws, 4, 6)
+        costs = policy.costs(requests, loads, FLEET, random.Random(1))
+        order = draws.sample(range(6), 6)
+        moved = Loads(*(_taken(getattr(loads, field), order) for field in Loads.__slots__))
+        fields = (getattr(requests, field) for field in Requests.__slots__)
+        for row, request in enumerate(_rows(requests)):
+            alone = policy.costs(request, loads, FLEET, random.Random(1))
+            assert alone.total[0] == pytest.approx(costs.total[row], rel=1e-12, abs=1e-12)
+        seen = Requests(*(field[:, order] if field.ndim == 2 else field for field in fields))
+        elsewhere = policy.costs(seen, moved, FLEET, random.Random(1))
+        assert elsewhere.total == pytest.approx(costs.total[:, order], rel=1e-12, abs=1e-12)
+        best = [loads.workers[column] for column in costs.best(loads)]
+        assert [moved.workers[column] for column in elsewhere.best(moved)] == best
+
+
+@pytest.mark.parametrize("name", ["dynamo", "dynamo:queue_threshold=1", "llm_d", "sglang", "ray_prefix"])
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_rules_that_know_no_times_decide_the_same_at_any_speed(name: str, factor: float) -> None:
+    draws = random.Random(9)
+    columns = [random_load(draws) for _ in range(6)]
+    times = ("prefill_s_per_token", "step_s", "decode_s_per_seq", "status_age_s", "round_trip_s")
+    slower = [column | {time: column.get(time, IDLE[time]) * factor for time in times} for column in columns]
+    requests = random_requests(draws, 4, 6)
+    ours, theirs = (
+        make_policy(name).costs(requests, loads_of(*given), FleetState(1e-4 * scale), random.Random(1))
+        for given, scale in ((columns, 1.0), (slower, factor))
+    )
+    assert (ours.total == theirs.total).all()
+    assert ours.can_send is None or (ours.can_send == theirs.can_send).all()
+
+
+def _taken(values: Any, order: list[int]) -> Any:
+    return tuple(values[at] for at in order) if isinstance(values, tuple) else values[order]
+
+
+def _rows(requests: Requests) -> list[Requests]:
+    return [
+        Requests(*(getattr(requests, field)[row : row + 1] for field in Requests.__slots__))
+        for row in range(len(requests))
+    ]
 
 
 def test_unknown_policy_is_refused_with_the_choices() -> None:

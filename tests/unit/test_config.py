@@ -77,7 +77,7 @@ def test_unknown_setting_in_a_file_names_the_file(write: Any) -> None:
     ("sources", "start", "end"),
     [
         ({"flags": {"workers": "many"}}, "--workers: invalid value 'many'", "(command line)"),
-        ({"flags": {"policy": "best"}}, "--policy: invalid value 'best': Input should be 'cost'", "(command line)"),
+        ({"flags": {"engine": "best"}}, "--engine: invalid value 'best': Input should be 'vllm'", "(command line)"),
         ({"environment": {"KVROUTE_BLOCK_SIZE": "8"}}, "KVROUTE_BLOCK_SIZE: invalid value '8'", "(environment)"),
         ({"environment": {"KVROUTE_WORKERS": ""}}, "KVROUTE_WORKERS: invalid value ''", "(environment)"),
         ({"environment": {"KVROUTE_LEASE_S": "nan"}}, "KVROUTE_LEASE_S: invalid value 'nan'", "(environment)"),

@@ -120,6 +120,25 @@ def test_idle_fleet_adds_no_wait() -> None:
     run_virtual(scenario())
 
 
+def test_routers_share_the_workers_out_as_homes_and_take_over_those_of_one_that_has_left() -> None:
+    def homes_of(router: Router) -> set[WorkerId]:
+        loads = router.fleet.loads()
+        return {worker for worker, is_home in zip(loads.workers, loads.is_home, strict=True) if is_home}
+
+    async def scenario() -> None:
+        async with rack(5) as workers, workers.router() as one:
+            assert (one.fleet.num_routers, homes_of(one)) == (1, set(workers.worker_to_slot))
+            async with workers.router() as other:
+                await asyncio.sleep(2.0)
+                assert one.fleet.num_routers == other.fleet.num_routers == 2
+                assert homes_of(one) == {"w0", "w2", "w4"}
+                assert homes_of(other) == {"w1", "w3"}
+            await asyncio.sleep(5.0)
+            assert (one.fleet.num_routers, homes_of(one)) == (1, set(workers.worker_to_slot))
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize("max_num_seqs", [4, 16])
 def test_holding_never_idles_a_worker_that_has_work_where_slots_are_the_limit(max_num_seqs: int) -> None:
     async def makespan_s(policy: str) -> float:

@@ -118,6 +118,7 @@ class _Walk:
                 decode_s_per_seq=self.rng.random(),
                 step_budget_tokens=self.rng.randrange(4096),
                 is_draining=self.rng.random() < 0.05,
+                num_resident_blocks=self.rng.randrange(100),
             )
             client.status_at_s = self.clock.now_s
             client.acknowledged_submit = self.rng.randint(client.acknowledged_submit, client.last_submit)
@@ -239,13 +240,22 @@ class _Walk:
             "num_requests": status.num_running + status.num_waiting + len(unseen),
             "queued_prefill_tokens": status.queued_prefill_tokens
             + sum(one.uncached_tokens for one in unseen if not one.has_first_token),
+            "num_waiting": status.num_waiting + len(unseen),
             "kv_used_blocks": min(100, status.kv_used_blocks + pending_blocks),
+            "kv_demand_blocks": status.kv_used_blocks + pending_blocks,
+            "num_resident_blocks": status.num_resident_blocks,
             "step_budget_tokens": status.step_budget_tokens,
             "step_s": status.step_s,
             "decode_s_per_seq": status.decode_s_per_seq,
             "round_trip_s": client.round_trip_s,
             "status_age_s": self.clock.now_s - client.status_at_s if client.status is not None else 0.0,
             "prefill_s_per_token": speed,
+        }
+        expected |= {
+            "queued_prefill_s": expected["queued_prefill_tokens"] * speed,
+            "step_budget_s": status.step_s + status.step_budget_tokens * speed,
+            "decode_s": expected["num_requests"] * status.decode_s_per_seq,
+            "fullness": max(expected["kv_used_blocks"] / 100, expected["num_requests"] / 8),
         }
         assert column == pytest.approx(expected, abs=1e-9)
         assert min(expected.values()) >= 0
@@ -261,7 +271,9 @@ class _Walk:
 _IDLE = WorkerStatus(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0)
 _COLUMNS = (
     *("num_requests", "queued_prefill_tokens", "kv_used_blocks", "step_budget_tokens", "step_s", "decode_s_per_seq"),
+    *("num_waiting", "kv_demand_blocks", "num_resident_blocks"),
     *("round_trip_s", "status_age_s", "prefill_s_per_token"),
+    *("queued_prefill_s", "step_budget_s", "decode_s", "fullness"),
 )
 
 

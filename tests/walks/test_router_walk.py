@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from router.hints import SETTLE_S
+from router.policies import POLICY_NAMES
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.service import Router
 from shared.directory.memory import MemoryDirectory
@@ -23,7 +24,7 @@ from tests.support.vtime import run_virtual
 
 NUM_STEPS = 120
 NUM_WORKERS = 3
-POLICIES = ("cost", "cost", "random", "round_robin", "least_load", "power_of_two", "prefix_hash")
+POLICIES = ("cost", "cost", "dynamo:queue_threshold=1", *POLICY_NAMES)
 FAST_S, SLOW_S = 0.002, 0.3
 
 
