@@ -23,7 +23,7 @@ from router.openai import Endpoint, ParsedRequest, Usage, completion_body, parse
 from router.progress import Progress
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Tokenizer
-from shared.errors import EngineError, KvrouteError, NoWorker, TransientError
+from shared.errors import AttemptsExhausted, EngineError, KvrouteError, NoWorker, TransientError
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key
 from shared.types import CacheScheme, FinishReason, RequestId
 
@@ -288,7 +288,8 @@ class _Run:
         for attempt in range(1, self.limits.max_attempts):
             try:
                 return await self._generate_once(request, parsed, token_ids)
-            except NoWorker:
+            except (NoWorker, AttemptsExhausted):
+                # A request that kills its workers must not be given more of them; a resumed run may try it again.
                 raise
             except TransientError as error:
                 logger.info("%s: attempt %d failed: %s", request.request, attempt, error)

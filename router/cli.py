@@ -105,6 +105,8 @@ _SERVING_GROUPS = (
 
 _STARTING_COMMANDS = ("batch", "up", "demo")
 """Commands that start a Ray of their own where none is named."""
+_JOINING_COMMANDS = ("scale", "drain")
+"""Commands that go into the Ray that `up` has started."""
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -136,6 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_command(commands, "down", "end what `up` started", (("general", _COMMON_FLAGS),))
     status = _add_command(commands, "status", "show the workers that `up` started", (("general", _COMMON_FLAGS),))
     status.add_argument("--json", action="store_true", help="Print one JSON line.")
+    _add_scale_commands(commands)
     _add_pin_commands(commands)
     _add_directory_commands(commands)
     demo = _add_command(commands, "demo", "run the shipped batch under two policies", (("general", _COMMON_FLAGS),))
@@ -173,6 +176,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--json", action="store_true", help="Print one JSON line.")
     return parser
+
+
+def _add_scale_commands(commands: Any) -> None:
+    drain_flags = (("drain-timeout-s", "S", "Longest wait for the requests of a worker that leaves."),)
+    start_flags = tuple(flag for flag in _MODEL_FLAGS if flag[0] == "start-timeout-s")
+    general = ("general", _COMMON_FLAGS)
+    scale = _add_command(
+        commands,
+        "scale",
+        "start more workers, or drain and end the newest",
+        (("workers", start_flags + drain_flags), general),
+    )
+    scale.add_argument("num_workers", metavar="N", help="Number of workers from now on.")
+    drain = _add_command(commands, "drain", "let one worker finish and end it", (("workers", drain_flags), general))
+    drain.add_argument("worker", metavar="WORKER", help="Its name, as `status` shows it.")
 
 
 def _add_pin_commands(commands: Any) -> None:
@@ -239,6 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = load_settings(flags=flags, environment=os.environ, file=own["config"])
         if arguments.command in _STARTING_COMMANDS and not settings.ray_address:
             _lock_own_ray()
+        if arguments.command in _JOINING_COMMANDS:
+            _unlock_ray_of_run(settings.run_dir)
         from router import commands
 
         return commands.run(arguments.command, settings, own, say=_say, show=_show)
@@ -298,6 +318,16 @@ def _lock_own_ray() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token":
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _unlock_ray_of_run(run_dir: Path | None) -> None:
+    """Show the Ray that `up` has started the token that it asks for. Ray reads it when it is imported."""
+    from router import runfile
+
+    run = runfile.read_run(run_dir or runfile.default_run_dir())
+    if run is not None and run.ray_token:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = run.ray_token
 
 
 def _say(line: str) -> None:

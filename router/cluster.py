@@ -98,7 +98,7 @@ def check_resources(num_workers: int, resources: WorkerResources) -> None:
         ConfigError: the cluster has less than the workers ask for; names both figures.
     """
     if any(need > have for _, need, have in _needs(num_workers, resources)):
-        raise ConfigError(f"--workers: {describe_resources(num_workers, resources)}")
+        raise ConfigError(f"too many workers: {describe_resources(num_workers, resources)}")
 
 
 def describe_resources(num_workers: int, resources: WorkerResources) -> str:
@@ -133,7 +133,7 @@ def start_actor(
     return ray.remote(actor_class).options(**options).remote(**arguments)
 
 
-async def call(method: Any, *, timeout_s: float, what: str) -> Any:
+async def call(method: Any, *arguments: Any, timeout_s: float, what: str) -> Any:
     """Call an actor's method.
 
     Raises what the method raises on purpose, and `EngineError` that names `what` when it fails otherwise or does not
@@ -141,7 +141,7 @@ async def call(method: Any, *, timeout_s: float, what: str) -> Any:
     """
     try:
         async with asyncio.timeout(timeout_s):
-            answer: Awaitable[Any] = method.remote()
+            answer: Awaitable[Any] = method.remote(*arguments)
             return await answer
     except TimeoutError:
         raise EngineError(f"{what}: no answer within {timeout_s:g} s") from None

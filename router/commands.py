@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router import checkup, holdings, launch, pins, runfile, warmup
+from router import checkup, deployment, holdings, launch, pins, runfile, warmup
 from router import plan as planning
 from router.batch import BatchLimits, BatchReport, OnRow, PreparedBatch, prepare_batch, run_batch
 from router.bench import figures_json, figures_text, run_benchmark
@@ -27,7 +27,7 @@ from shared.config import Settings
 from shared.errors import ConfigError, NoWorker
 from shared.hashing import parity_key, tokenizer_fingerprint
 from shared.telemetry import set_up_logging
-from shared.types import CacheScheme
+from shared.types import CacheScheme, WorkerId
 
 _IN_FLIGHT_PER_SEQ = 4
 """Batch rows under way for each sequence that the workers can run: enough to choose from, few enough to stay fresh."""
@@ -129,7 +129,7 @@ async def run_rows(
 
 
 async def _up(call: Invocation) -> int:
-    run = await launch.bring_up(call.settings, call.run_dir, call.say)
+    run = await deployment.bring_up(call.settings, call.run_dir, call.say)
     call.say(f"{len(run.workers)} workers serve {run.settings['model']}; Ray at {run.ray_address}")
     call.say("Next steps:")
     call.say("  kvroute status")
@@ -140,11 +140,31 @@ async def _up(call: Invocation) -> int:
 
 async def _down(call: Invocation) -> int:
     run = runfile.read_run(call.run_dir)
-    was_running = await launch.take_down(call.run_dir, call.say)
+    was_running = await deployment.take_down(call.run_dir, call.say)
     if run is not None and run.settings.get("redis_url"):
         await pins.forget_pins(run, _with_run(call.settings, run), call.say)
     call.say("stopped" if was_running else "nothing is running")
     return EXIT_OK
+
+
+async def _scale(call: Invocation) -> int:
+    num_workers = _worker_count(call.own["num_workers"])
+    run = await deployment.scale(call.run_dir, num_workers, call.settings, call.say)
+    call.say(f"{len(run.workers)} workers serve {run.settings['model']}: {', '.join(run.workers)}")
+    return EXIT_OK
+
+
+async def _drain(call: Invocation) -> int:
+    run = await deployment.drain(call.run_dir, WorkerId(call.own["worker"]), call.settings, call.say)
+    call.say(f"{len(run.workers)} workers serve {run.settings['model']}: {', '.join(run.workers)}")
+    return EXIT_OK
+
+
+def _worker_count(text: str) -> int:
+    most = 4096
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= most:
+        raise ConfigError(f"scale {text}: not a number of workers from 1 to {most}; `kvroute down` ends all workers")
+    return int(text)
 
 
 async def _status(call: Invocation) -> int:
@@ -161,7 +181,7 @@ async def _status(call: Invocation) -> int:
 
 async def _warmup(call: Invocation) -> int:
     order = await asyncio.to_thread(warmup.read_order, call.own)
-    run = _running(call)
+    run = runfile.running(call.run_dir)
     settings = _with_run(call.settings, run)
     tokenizer = await asyncio.to_thread(Tokenizer, await launch.prepare_model_folder(settings, call.say))
     token_ids = await asyncio.to_thread(warmup.tokenise, order, tokenizer, settings)
@@ -170,21 +190,21 @@ async def _warmup(call: Invocation) -> int:
 
 
 async def _pins(call: Invocation) -> int:
-    run = _running(call)
+    run = runfile.running(call.run_dir)
     state = await pins.pin_state(run, _with_run(call.settings, run))
     call.show(json.dumps(state) if call.own["json"] else pins.pin_text(state))
     return EXIT_OK
 
 
 async def _unpin(call: Invocation) -> int:
-    run = _running(call)
+    run = runfile.running(call.run_dir)
     await pins.unpin(run, _with_run(call.settings, run), call.own["name"])
     call.say(f"pin {call.own['name']} is given up")
     return EXIT_OK
 
 
 async def _doctor(call: Invocation) -> int:
-    run = _running(call)
+    run = runfile.running(call.run_dir)
     settings = _with_run(call.settings, run)
     folder = await launch.prepare_model_folder(settings, call.say)
     scheme = CacheScheme(settings.model_name, settings.block_size)
@@ -197,12 +217,12 @@ async def _doctor(call: Invocation) -> int:
 async def _directory(call: Invocation) -> int:
     is_json = call.own["json"]
     if call.own["view"] == "size":
-        run = _running(call)
+        run = runfile.running(call.run_dir)
         state = await holdings.directory_size(run, _with_run(call.settings, run))
         call.show(json.dumps(state) if is_json else holdings.size_text(state))
         return EXIT_FAILURE if any(worker["error"] for worker in state["workers"]) else EXIT_OK
     prompt = await asyncio.to_thread(read_prompt, call.own)
-    run = _running(call)
+    run = runfile.running(call.run_dir)
     settings = _with_run(call.settings, run)
     tokenizer = await asyncio.to_thread(Tokenizer, await launch.prepare_model_folder(settings, call.say))
     token_ids = await asyncio.to_thread(prompt_tokens, prompt, tokenizer, settings, add_generation_prompt=True)
@@ -269,6 +289,8 @@ _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "batch": _batch,
     "up": _up,
     "down": _down,
+    "scale": _scale,
+    "drain": _drain,
     "status": _status,
     "warmup": _warmup,
     "pins": _pins,
@@ -343,16 +365,6 @@ def _run_to_attach(call: Invocation) -> runfile.Run | None:
         return None
     if not run.is_alive:
         raise ConfigError("`kvroute up` has died without `kvroute down`; run that, or ask for own --workers")
-    return run
-
-
-def _running(call: Invocation) -> runfile.Run:
-    """The deployment that stands in the run folder. Raises `ConfigError` where none does, or it has died."""
-    run = runfile.read_run(call.run_dir)
-    if run is None or not run.is_ready:
-        raise ConfigError("nothing is running; `kvroute up` starts workers")
-    if not run.is_alive:
-        raise ConfigError("`kvroute up` has died without `kvroute down`; run that first")
     return run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,7 +70,7 @@ class Fleet:
         on_change: OnChange,
         on_leave: Callable[[WorkerId], None],
         router: RouterId | None = None,
-        only: frozenset[WorkerId] | None = None,
+        only: Container[WorkerId] | None = None,
         refresh_s: float = 1.0,
     ) -> None:
         self._directory = directory

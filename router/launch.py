@@ -1,4 +1,4 @@
-"""The composition root: starts store, Ray and workers, joins them to a router, and ends what it started.
+"""The composition root: starts store, Ray and workers, and joins workers to a router.
 
 The one place that knows both rooms.
 """
@@ -10,11 +10,10 @@ import contextlib
 import os
 import random
 import secrets
-import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from router.tokenizer import Tokenizer
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import Directory, WorkerRecord
-from shared.directory.embedded import EmbeddedStore, stop_detached
+from shared.directory.embedded import EmbeddedStore
 from shared.errors import ConfigError, DirectoryUnavailable, EngineError, NoWorker
 from shared.hashing import parity_key
 from shared.telemetry import Metrics
@@ -39,8 +38,6 @@ from shared.wire import decode_record
 from worker.actor import WorkerActor
 from worker.engines.demo_model import BUILT_IN_MODELS, prepare_model
 from worker.process import WorkerOptions, check_engine
-
-_RAY_LOG_NAME = "ray.log"
 
 Say = Callable[[str], None]
 """Tells the user what is going on, one line at a time."""
@@ -55,6 +52,7 @@ class Serving:
     tokenizer: Tokenizer
     scheme: CacheScheme
     workers: tuple[WorkerInfo, ...]
+    """Those that served when this began."""
     actors: Mapping[WorkerId, Any]
     """Ray handles of workers that were started here; empty when attached to a running deployment."""
     store: EmbeddedStore | None
@@ -66,10 +64,20 @@ class Serving:
         return min(info.max_model_len_tokens for info in self.workers)
 
 
+@dataclass(frozen=True, slots=True)
+class _OwnWorkers(Container[WorkerId]):
+    """All workers of one deployment, those included that it will have later: their names end with its tag."""
+
+    tag: str
+
+    def __contains__(self, worker: object) -> bool:
+        return isinstance(worker, str) and worker.endswith(self.tag)
+
+
 @contextlib.asynccontextmanager
 async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
     """Start everything that `settings` does not name, serve, and stop it again however this ends."""
-    await _check_given_store(settings)
+    await check_given_store(settings)
     model_folder = await prepare_model_folder(settings, say)
     marker = runfile.new_marker()
     async with contextlib.AsyncExitStack() as stack:
@@ -79,20 +87,22 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
         store = None
         if not settings.redis_url:
             # Started from the main thread: the server dies with the thread that started it.
-            store = stack.enter_context(EmbeddedStore(environment=_environment(marker)))
+            store = stack.enter_context(EmbeddedStore(environment=process_environment(marker)))
         redis_url = store.url if store is not None else settings.redis_url
         say("starting Ray" if not settings.ray_address else f"joining Ray at {settings.ray_address}")
         cluster.connect_ray(
             settings.ray_address,
             num_local_cpus=settings.workers,
-            environment=_worker_environment(marker, None if settings.ray_address else folder),
+            environment=worker_environment(marker, None if settings.ray_address else folder),
         )
         stack.callback(cluster.leave_ray)
         secret = secrets.token_bytes(32)
-        workers = await _start_workers(settings, redis_url, secret, say, stack, is_detached=False)
+        tag = runfile.worker_tag(marker, settings.model_dump())
+        ids = worker_ids(range(settings.workers), tag)
+        workers = await start_workers(settings, redis_url, secret, say, stack, ids=ids, is_detached=False)
         infos = tuple(info for info, _ in workers.values())
         actors = {worker: actor for worker, (_, actor) in workers.items()}
-        yield await _enter_router(stack, settings, redis_url, secret, model_folder, infos, actors, store)
+        yield await _enter_router(stack, settings, redis_url, secret, model_folder, infos, tag, actors, store)
 
 
 @contextlib.asynccontextmanager
@@ -105,72 +115,7 @@ async def attached(run: runfile.Run, settings: Settings, say: Say) -> AsyncItera
         if not infos:
             raise NoWorker("`kvroute up` is running, but none of its workers is alive; see `kvroute status`")
         secret = bytes.fromhex(run.secret)
-        yield await _enter_router(stack, settings, run.redis_url, secret, model_folder, infos, {}, None)
-
-
-async def bring_up(settings: Settings, run_dir: Path, say: Say) -> runfile.Run:
-    """Start a deployment that outlives this process; on failure nothing of it is left.
-
-    Raises:
-        ConfigError: one is running already.
-    """
-    with runfile.starting(run_dir):
-        known = runfile.read_run(run_dir)
-        if known is not None and known.is_alive:
-            raise ConfigError(
-                f"a deployment is running already ({known.settings.get('model')}); see `kvroute status`, "
-                "and `kvroute down` ends it"
-            )
-        run = runfile.Run(
-            runfile.new_marker(),
-            secrets.token_hex(32),
-            settings.model_dump(mode="json", exclude_unset=True),
-            redis_url=settings.redis_url,
-            folder="" if settings.ray_address else tempfile.mkdtemp(prefix="kvroute-"),
-        )
-        runfile.write_run(run_dir, run)
-        try:
-            async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as undo:
-                run = await _bring_up(settings, run_dir, run, say, stack, undo)
-                undo.pop_all()
-                return run
-        except BaseException:
-            await take_down(run_dir, say)
-            raise
-
-
-async def take_down(run_dir: Path, say: Say) -> bool:
-    """End the deployment of the run file; says whether there was one."""
-    run = runfile.read_run(run_dir)
-    if run is None:
-        return False
-    if not run.has_own_ray:
-        await _end_actors(run, say)
-    await asyncio.to_thread(runfile.end_processes, run.marker)
-    if run.redis_url and not run.settings.get("redis_url"):
-        stop_detached(run.redis_url)
-    if run.folder:
-        shutil.rmtree(run.folder, ignore_errors=True)
-    (run_dir / _RAY_LOG_NAME).unlink(missing_ok=True)
-    runfile.remove_run(run_dir)
-    return True
-
-
-async def _end_actors(run: runfile.Run, say: Say) -> None:
-    """End the workers that live in a Ray of somebody else, which itself stays."""
-    try:
-        cluster.connect_ray(run.ray_address, num_local_cpus=0, environment={})
-    except ConfigError as error:
-        # A Ray that is gone has taken its workers along; what runs here is to end all the same.
-        say(f"workers {', '.join(run.workers)} were not told to end: {error}")
-        return
-    try:
-        for worker in run.workers:
-            actor = cluster.find_actor(_actor_name(WorkerId(worker)))
-            if actor is not None:
-                await _stop_worker(WorkerId(worker), actor)
-    finally:
-        cluster.leave_ray()
+        yield await _enter_router(stack, settings, run.redis_url, secret, model_folder, infos, run.worker_tag, {}, None)
 
 
 async def live_workers(run: runfile.Run, settings: Settings) -> list[WorkerRecord]:
@@ -182,56 +127,19 @@ async def live_workers(run: runfile.Run, settings: Settings) -> list[WorkerRecor
         await directory.close()
 
 
-async def _bring_up(
-    settings: Settings,
-    run_dir: Path,
-    run: runfile.Run,
-    say: Say,
-    stack: contextlib.AsyncExitStack,
-    undo: contextlib.AsyncExitStack,
-) -> runfile.Run:
-    """The steps of `bring_up`. `stack` ends with this process's part, `undo` only where the whole fails."""
-    await _check_given_store(settings)
-    await prepare_model_folder(settings, say)
-    environment = _environment(run.marker)
-    if not run.redis_url:
-        store = EmbeddedStore(environment=environment, is_detached=True)
-        store.start()
-        run = replace(run, redis_url=store.url)
-        runfile.write_run(run_dir, run)
-    ray_address = settings.ray_address
-    if not ray_address:
-        say("starting Ray")
-        log_path = run_dir / _RAY_LOG_NAME
-        head, ray_address = cluster.start_head(
-            environment, log_path, num_cpus=max(settings.workers, os.cpu_count() or 1)
-        )
-        await cluster.wait_for_head(head, ray_address, log_path, timeout_s=settings.start_timeout_s)
-    run = replace(run, ray_address=ray_address)
-    runfile.write_run(run_dir, run)
-    cluster.connect_ray(ray_address, num_local_cpus=0, environment=_worker_environment(run.marker, run.folder or None))
-    stack.callback(cluster.leave_ray)
-    run = replace(run, workers=tuple(_worker_ids(settings)))
-    runfile.write_run(run_dir, run)
-    await _start_workers(
-        settings, run.redis_url, bytes.fromhex(run.secret), say, undo, is_detached=True, ids=run.workers
-    )
-    run = replace(run, is_ready=True)
-    runfile.write_run(run_dir, run)
-    return run
-
-
-async def _start_workers(
+async def start_workers(
     settings: Settings,
     redis_url: str,
     secret: bytes,
     say: Say,
     stack: contextlib.AsyncExitStack,
     *,
+    ids: Sequence[WorkerId],
     is_detached: bool,
-    ids: tuple[str, ...] | None = None,
 ) -> dict[WorkerId, tuple[WorkerInfo, Any]]:
-    """Start all workers and wait until each has told that it serves."""
+    """Start workers and wait until each has told that it serves; `stack` ends them. There must be room for all of
+    `settings.workers`, of which these are some or all.
+    """
     resources = WorkerResources(num_cpus=1, num_gpus=_num_gpus(settings))
     if not settings.ray_address:
         # A cluster of somebody else may grow on demand; one of ours will not.
@@ -239,14 +147,14 @@ async def _start_workers(
     is_local = cluster.is_single_node()
     if not is_local and not settings.redis_url:
         raise ConfigError("--redis-url: needed where Ray has more than one node, since the embedded store is local")
-    say(f"starting {settings.workers} workers with {settings.model}")
+    say(f"starting {len(ids)} workers with {settings.model}")
     worker_to_actor: dict[WorkerId, Any] = {}
-    for worker in map(WorkerId, ids or _worker_ids(settings)):
+    for worker in ids:
         options = WorkerOptions(worker, settings, redis_url, secret, is_local=is_local)
         actor = cluster.start_actor(
-            WorkerActor, _actor_name(worker), resources, is_detached=is_detached, options=options.to_wire()
+            WorkerActor, actor_name(worker), resources, is_detached=is_detached, options=options.to_wire()
         )
-        stack.push_async_callback(_stop_worker, worker, actor)
+        stack.push_async_callback(stop_worker, worker, actor)
         worker_to_actor[worker] = actor
 
     async def ready(worker: WorkerId, actor: Any) -> WorkerInfo:
@@ -262,7 +170,8 @@ async def _start_workers(
     return {info.worker: (info, worker_to_actor[info.worker]) for info in infos}
 
 
-async def _stop_worker(worker: WorkerId, actor: Any) -> None:
+async def stop_worker(worker: WorkerId, actor: Any) -> None:
+    """End a worker and what it has under way."""
     with contextlib.suppress(EngineError):
         await cluster.call(actor.stop, timeout_s=10.0, what=f"worker {worker}")
     cluster.kill_actor(actor)
@@ -275,10 +184,11 @@ async def _enter_router(
     secret: bytes,
     model_folder: Path,
     infos: tuple[WorkerInfo, ...],
+    worker_tag: str,
     actors: Mapping[WorkerId, Any],
     store: EmbeddedStore | None,
 ) -> Serving:
-    """A router that is connected to all the workers."""
+    """A router that is connected to all the workers, and will be to those that join them."""
     tokenizer = await asyncio.to_thread(Tokenizer, model_folder)
     scheme = _scheme(settings)
     router_id = RouterId(f"router-{secrets.token_hex(4)}")
@@ -301,7 +211,7 @@ async def _enter_router(
         max_held=settings.max_queued,
         queue_timeout_s=settings.queue_timeout_s,
         min_prefix_tokens=settings.min_prefix_tokens,
-        only=frozenset(info.worker for info in infos),
+        only=_OwnWorkers(worker_tag),
         refresh_s=settings.heartbeat_s,
     )
     await stack.enter_async_context(router)
@@ -311,7 +221,7 @@ async def _enter_router(
     return Serving(settings, router, tokenizer, scheme, infos, actors, store)
 
 
-async def _check_given_store(settings: Settings) -> None:
+async def check_given_store(settings: Settings) -> None:
     """Find out about a wrong --redis-url before anything is started."""
     if settings.redis_url:
         directory = await _connect_directory(settings.redis_url, settings)
@@ -355,13 +265,18 @@ def _scheme(settings: Settings) -> CacheScheme:
     return CacheScheme(settings.model_name, settings.block_size)
 
 
-def _worker_ids(settings: Settings) -> list[str]:
-    """Short names; on a store or a Ray that others may use too they carry a tag that makes them unique there."""
-    tag = f"-{secrets.token_hex(3)}" if settings.redis_url or settings.ray_address else ""
-    return [f"w{index}{tag}" for index in range(settings.workers)]
+def worker_ids(numbers: Iterable[int], tag: str) -> list[WorkerId]:
+    """Names of a deployment's workers."""
+    return [WorkerId(f"w{number}{tag}") for number in numbers]
 
 
-def _actor_name(worker: WorkerId) -> str:
+def own_ray_token() -> str:
+    """What a Ray that is started from here will ask of its clients; empty where that is nothing."""
+    return os.environ.get("RAY_AUTH_TOKEN", "") if os.environ.get("RAY_AUTH_MODE") == "token" else ""
+
+
+def actor_name(worker: WorkerId) -> str:
+    """The name that Ray knows a worker by."""
     return f"kvroute:{worker}"
 
 
@@ -383,12 +298,12 @@ def _is_gpu_build() -> bool:
     return True
 
 
-def _environment(marker: str) -> dict[str, str]:
+def process_environment(marker: str) -> dict[str, str]:
     """This process's environment with the run's marker in it, for what is started from here."""
     return {**os.environ, runfile.MARKER_VARIABLE: marker}
 
 
-def _worker_environment(marker: str, folder: str | None) -> dict[str, str]:
+def worker_environment(marker: str, folder: str | None) -> dict[str, str]:
     """What a worker's process needs beyond what Ray gives it.
 
     `folder` is where workers on this host put sockets and logs, so that those of a killed one go as well; a cluster of

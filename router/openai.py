@@ -15,6 +15,7 @@ from router import fields
 from shared.errors import (
     ClientError,
     ContextTooLong,
+    DeadlineExceeded,
     EngineError,
     InvalidRequest,
     KvrouteError,
@@ -155,6 +156,7 @@ _STATUS_OF: Mapping[type[BaseException], tuple[int, str]] = {
     ClientError: (400, "invalid_request_error"),
     ModelNotFound: (404, "invalid_request_error"),
     Overloaded: (429, "rate_limit_error"),
+    DeadlineExceeded: (504, "server_error"),
     TransientError: (503, "server_error"),
     EngineError: (500, "server_error"),
     BaseException: (500, "server_error"),

@@ -139,7 +139,8 @@ class HoldQueue:
         """
         if self._is_closed:
             raise NoWorker("the router is closing")
-        if self._num_held >= self._max_held:
+        # Who was let in once is not refused for having met a worker that failed.
+        if not excluded and self._num_held >= self._max_held:
             raise Overloaded(f"{self._num_held} requests are held already", retry_after_s=1.0)
         num_tokens = request.num_prompt_tokens + self._expected_output_tokens(request)
         held = Held(

@@ -22,6 +22,8 @@ class GenerateRequest:
     adapter: str = ""
     priority: int = 0
     """Lower goes first."""
+    deadline_at_s: float | None = None
+    """When its last token must be there at the latest, on the loop's clock; `None` for whenever."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -38,7 +40,10 @@ class Generated:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What happened to one request, filled in by the router as it goes. Times are seconds of the loop's clock."""
+    """What happened to one request, filled in by the router as it goes. Times are seconds of the loop's clock.
+
+    What is told of tokens and of the first token's time is that of the first token, whoever ends the answer.
+    """
 
     received_at_s: float = 0.0
     bound_at_s: float | None = None
@@ -51,6 +56,8 @@ class RequestTrace:
     cached_tokens: int = 0
     """What the engine says its cache gave."""
     num_attempts: int = 0
+    num_continuations: int = 0
+    """Attempts that went on from tokens already handed out."""
     explain: Callable[[], str] | None = None
     """Gives the decision in words and numbers, when somebody asks."""
     failed_workers: list[WorkerId] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What `kvroute up` has started: one file that `down`, `status` and `batch` read, and the only list `down` goes by.
+"""What `kvroute up` has started: one file that every other command reads, and the only list that `down` goes by.
 
 The file is written before anything is started. Every process started under it carries the file's marker in its
 environment, so that a start that was cut short can still be undone completely.
@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,13 @@ class Run:
     is_ready: bool = False
     folder: str = ""
     """Where the workers of this host have sockets and logs; empty where their Ray is somebody else's."""
+    ray_token: str = ""
+    """What a Ray that was started here asks of its clients; empty where it asks nothing, or is somebody else's."""
+
+    @property
+    def worker_tag(self) -> str:
+        """What the names of this run's workers end with."""
+        return worker_tag(self.marker, self.settings)
 
     @property
     def has_own_ray(self) -> bool:
@@ -62,6 +69,11 @@ def new_marker() -> str:
     return secrets.token_hex(16)
 
 
+def worker_tag(marker: str, settings: Mapping[str, Any]) -> str:
+    """What tells one run's workers from others' on a store or a Ray that both may use; empty where there are none."""
+    return f"-{marker[:6]}" if settings.get("redis_url") or settings.get("ray_address") else ""
+
+
 def default_run_dir() -> Path:
     """The user's own run folder, or one in the temporary folder that nobody else can read."""
     base = Path(f"/run/user/{os.getuid()}")
@@ -71,8 +83,8 @@ def default_run_dir() -> Path:
 
 
 @contextlib.contextmanager
-def starting(run_dir: Path) -> Iterator[None]:
-    """Be the only one that starts something in this folder, for as long as this lasts or the process lives.
+def changing(run_dir: Path) -> Iterator[None]:
+    """Be the only one that starts or drains workers of this folder, for as long as this lasts or the process lives.
 
     Raises:
         ConfigError: somebody else is, or the folder is not ours or cannot be written.
@@ -86,7 +98,7 @@ def starting(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another `kvroute up` is starting in {run_dir}") from None
+            raise ConfigError(f"another `kvroute up`, `scale` or `drain` is at work in {run_dir}") from None
         yield
     finally:
         os.close(descriptor)
@@ -106,6 +118,24 @@ def write_run(run_dir: Path, run: Run) -> None:
         Path(name).replace(run_dir / _FILE_NAME)
     except OSError as error:
         raise ConfigError(f"--run-dir: cannot write {run_dir}: {error.strerror}") from None
+
+
+def update_run(run_dir: Path, run: Run) -> None:
+    """Write the file of a run that stands. Raises `ConfigError` where it was ended meanwhile."""
+    standing = read_run(run_dir)
+    if standing is None or standing.marker != run.marker:
+        raise ConfigError("the deployment was ended meanwhile")
+    write_run(run_dir, run)
+
+
+def running(run_dir: Path) -> Run:
+    """The deployment that stands in the folder. Raises `ConfigError` where none does, or it has died."""
+    run = read_run(run_dir)
+    if run is None or not run.is_ready:
+        raise ConfigError("nothing is running; `kvroute up` starts workers")
+    if not run.is_alive:
+        raise ConfigError("`kvroute up` has died without `kvroute down`; run that first")
+    return run
 
 
 def read_run(run_dir: Path) -> Run | None:

@@ -8,19 +8,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Container, Mapping, Sequence
 from contextlib import aclosing
 
+from router.bookings import Booking
+from router.continuation import continued, finish_at_border, reasons_against_continuing
+from router.deadline import UntilDeadline, least_prefill_s
 from router.fleet import Connect, Fleet
 from router.hints import Hints
 from router.policies.base import Policy
 from router.queue import HoldQueue, Placement
 from router.requests import Generated, GenerateRequest, RequestTrace
 from shared.directory.base import Directory, Match
-from shared.errors import DirectoryUnavailable, EngineError, Overloaded, WorkerLost
+from shared.errors import (
+    AttemptsExhausted,
+    DeadlineExceeded,
+    DirectoryUnavailable,
+    EngineError,
+    Overloaded,
+    StreamBroken,
+    WorkerLeft,
+    WorkerLost,
+)
 from shared.hashing import block_keys, root_key
 from shared.telemetry import Metrics
-from shared.types import BlockKey, CacheScheme, RouterId, WorkerId
+from shared.types import BlockKey, CacheScheme, FinishReason, RouterId, WorkerId
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +55,7 @@ class Router:
         max_held: int = 4096,
         queue_timeout_s: float = 600.0,
         min_prefix_tokens: int = 0,
-        only: frozenset[WorkerId] | None = None,
+        only: Container[WorkerId] | None = None,
         refresh_s: float = 1.0,
     ) -> None:
         clock = asyncio.get_running_loop().time
@@ -55,6 +67,7 @@ class Router:
         self._scheme = scheme
         self._policy = policy
         self._max_attempts = max_attempts
+        self._queue_timeout_s = queue_timeout_s
         self.hints = Hints(clock)
         self.fleet = Fleet(
             directory,
@@ -97,17 +110,16 @@ class Router:
     async def generate(self, request: GenerateRequest, trace: RequestTrace) -> AsyncGenerator[Generated, None]:
         """The request's tokens, each once and in order; the last item has `finish`. Closing it early cancels.
 
-        Fills `trace` as it goes. Before the first token a lost worker costs another attempt elsewhere; after it the
-        error is raised, since what was already handed out cannot be taken back.
+        Fills `trace` as it goes. A lost worker costs another attempt elsewhere, which goes on from the tokens that were
+        handed out; attempts of one request never overlap.
 
-        Raises `ClientError` for a request that no worker can serve, `TransientError` for one that failed this time.
+        Raises `ClientError` for a request that no worker can serve, `TransientError` for one that failed this time:
+        `StreamBroken` where the answer cannot go on elsewhere, `AttemptsExhausted` where workers keep failing under it.
         """
         trace.received_at_s = self._clock()
-        root = root_key(self._scheme, salt=request.salt, adapter=request.adapter)
-        keys = block_keys(request.token_ids, self._scheme.block_size_tokens, root)
         outcome = "failed"
         try:
-            async with aclosing(self._attempts(request, keys, trace)) as generated:
+            async with aclosing(self._attempts(request, trace)) as generated:
                 async for item in generated:
                     yield item
             outcome = "ok"
@@ -118,45 +130,126 @@ class Router:
             trace.finished_at_s = self._clock()
             self.metrics.note_request(self._policy.name, outcome, request.num_prompt_tokens, trace)
 
-    async def _attempts(
-        self, request: GenerateRequest, keys: Sequence[BlockKey], trace: RequestTrace
-    ) -> AsyncGenerator[Generated, None]:
-        """One worker after the other until one answers."""
-        failed: frozenset[WorkerId] = frozenset()
-        while True:
-            placement = await self.queue.place(request, keys, failed, trace.received_at_s)
-            worker = placement.booking.worker
+    async def _attempts(self, request: GenerateRequest, trace: RequestTrace) -> AsyncGenerator[Generated, None]:
+        """One worker after the other, each from where the one before broke off, until the answer is whole."""
+        sent: list[int] = []
+        failures: list[str] = []
+        left, keys = request, self._keys(request)
+        await self._check_deadline(request, keys)
+        finish: FinishReason | None = None
+        while finish is None:
+            if sent:
+                left = continued(request, sent)
+                keys = self._keys(left)
+                trace.num_continuations += 1
+            placement = await self._place(left, keys, frozenset(trace.failed_workers), trace.received_at_s)
             trace.num_attempts += 1
             try:
-                async with aclosing(self._on_worker(request, placement, trace)) as generated:
+                async with aclosing(self._on_worker(left, placement, trace, is_continued=bool(sent))) as generated:
                     async for item in generated:
+                        sent += item.token_ids
+                        finish = item.finish
                         yield item
-                return
+                self.fleet.note_finished(placement.booking)
             except (WorkerLost, EngineError, Overloaded) as error:
-                if isinstance(error, Overloaded):
-                    self.fleet.rest(worker, error.retry_after_s)
+                trace.failed_workers.append(placement.booking.worker)
+                self.metrics.note_failover("stream" if sent else "before_first_token")
+                if self._is_failure(placement.booking, error):
+                    failures.append(f"{placement.booking.worker} ({error})")
+                finish = finish_at_border(request.sampling, sent)
+                if finish is not None:
+                    # Told all but the end.
+                    yield Generated((), finish)
                 else:
-                    self.fleet.note_failure(placement.booking, error)
-                failed |= {worker}
-                trace.failed_workers.append(worker)
-                is_started = trace.first_token_at_s is not None
-                self.metrics.note_failover("stream" if is_started else "before_first_token")
-                if is_started or trace.num_attempts >= self._max_attempts:
-                    raise
-                logger.info("request %s: %s failed (%s), trying elsewhere", request.request, worker, error)
+                    self._check_may_go_on(request, trace, sent, failures, error)
+        self.queue.note_finished(len(sent))
+
+    def _keys(self, request: GenerateRequest) -> Sequence[BlockKey]:
+        root = root_key(self._scheme, salt=request.salt, adapter=request.adapter)
+        return block_keys(request.token_ids, self._scheme.block_size_tokens, root)
+
+    async def _check_deadline(self, request: GenerateRequest, keys: Sequence[BlockKey]) -> None:
+        """Raises `DeadlineExceeded` for a request that nobody could answer in time."""
+        if request.deadline_at_s is None:
+            return
+        left_s = request.deadline_at_s - self._clock()
+        if left_s <= 0.0:
+            raise DeadlineExceeded("the request's deadline had passed when it arrived")
+        worker_to_match = await self._match(keys)
+        promised = self.hints.promised(keys)
+        loads = self.fleet.loads()
+        num_cached_blocks = [
+            max(
+                worker_to_match[worker].num_blocks if worker in worker_to_match else 0,
+                promised.get(worker, 0),
+            )
+            for worker in loads.workers
+        ]
+        block_size_tokens = self._scheme.block_size_tokens
+        uncached_tokens = [
+            request.num_prompt_tokens - num_blocks * block_size_tokens for num_blocks in num_cached_blocks
+        ]
+        least_s = least_prefill_s(loads, uncached_tokens)
+        if least_s > left_s:
+            raise DeadlineExceeded(
+                f"the request's deadline is {left_s:.3g} s away, and its prompt alone takes {least_s:.3g} s"
+            )
+
+    async def _place(
+        self, request: GenerateRequest, keys: Sequence[BlockKey], failed: frozenset[WorkerId], received_at_s: float
+    ) -> Placement:
+        """Wait for a worker, for as long as the request's deadline leaves."""
+        try:
+            async with asyncio.timeout_at(request.deadline_at_s):
+                return await self.queue.place(request, keys, failed, received_at_s)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed while it waited for a worker") from None
+
+    def _is_failure(self, booking: Booking, error: WorkerLost | EngineError | Overloaded) -> bool:
+        """Hold an attempt's end against its worker, and tell whether it may speak against the request. Modifies."""
+        if isinstance(error, Overloaded):
+            self.fleet.rest(booking.worker, error.retry_after_s)
+        elif not isinstance(error, WorkerLeft):
+            self.fleet.note_failure(booking, error)
+            return True
+        return False
+
+    def _check_may_go_on(
+        self,
+        request: GenerateRequest,
+        trace: RequestTrace,
+        sent: Sequence[int],
+        failures: Sequence[str],
+        error: Exception,
+    ) -> None:
+        """Raises what a request ends with that is not to be tried on another worker."""
+        reasons = reasons_against_continuing(request.sampling)
+        if sent and reasons:
+            raise StreamBroken(
+                f"the answer broke off after {len(sent)} tokens ({error}), "
+                f"and cannot go on elsewhere since it sets {', '.join(reasons)}"
+            ) from error
+        if len(failures) >= self._max_attempts:
+            if len(failures) == 1:
+                raise error
+            raise AttemptsExhausted(f"failed on {len(failures)} workers: {', '.join(failures)}") from error
+        if isinstance(error, Overloaded) and self._clock() - trace.received_at_s >= self._queue_timeout_s:
+            raise error
+        logger.info("request %s: %s failed (%s), trying elsewhere", request.request, trace.worker, error)
 
     async def _on_worker(
-        self, request: GenerateRequest, placement: Placement, trace: RequestTrace
+        self, request: GenerateRequest, placement: Placement, trace: RequestTrace, *, is_continued: bool
     ) -> AsyncGenerator[Generated, None]:
         """The request's tokens from the worker that it is bound to. Claims end with this, however it ends."""
         booking = placement.booking
         trace.worker = booking.worker
-        trace.bound_at_s = self._clock()
-        trace.matched_tokens = placement.matched_tokens
+        if not is_continued:
+            trace.bound_at_s = self._clock()
+            trace.matched_tokens = placement.matched_tokens
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s to %s: %s", request.request, booking.worker, placement.ranking.explain())
         trace.explain = placement.ranking.explain
-        num_output_tokens = 0
+        is_whole = False
         try:
             deltas = booking.client.submit(
                 request.request,
@@ -169,18 +262,24 @@ class Router:
                 matched_tokens=placement.matched_tokens,
             )
             booking.submit = booking.client.last_submit
+            deadline_at_s = request.deadline_at_s
             async with aclosing(deltas):
-                async for delta in deltas:
-                    if delta.cached_tokens is not None:
+                async for delta in deltas if deadline_at_s is None else UntilDeadline(deltas, deadline_at_s):
+                    if delta.cached_tokens is not None and not is_continued:
                         trace.cached_tokens = delta.cached_tokens
                     if not booking.has_first_token:
                         self.fleet.note_first_token(booking)
-                        trace.first_token_at_s = self._clock()
                         self.hints.settle(placement.promise)
-                    num_output_tokens += len(delta.token_ids)
+                    if trace.first_token_at_s is None and delta.token_ids:
+                        trace.first_token_at_s = self._clock()
+                    if delta.finish is FinishReason.ABORT:
+                        # Nobody here has cancelled it, or nobody would read this.
+                        yield Generated(delta.token_ids)
+                        break
+                    is_whole = delta.finish is not None
                     yield Generated(delta.token_ids, delta.finish)
-            self.queue.note_finished(num_output_tokens)
-            self.fleet.note_finished(booking)
+            if not is_whole:
+                raise EngineError("the engine gave the request up")
         finally:
             if not booking.has_first_token:
                 self.hints.withdraw(placement.promise)

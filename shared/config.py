@@ -79,6 +79,7 @@ class Settings(BaseModel):
     max_attempts: int = Field(3, ge=1, description="Workers that a request is tried on.")
     min_prefix_tokens: int = Field(0, ge=0, description="Shorter cached prefixes are not weighed.")
 
+    drain_timeout_s: float = Field(300.0, ge=0, description="Longest wait for the requests of a worker that leaves.")
     start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for workers to be ready.")
     run_dir: Path | None = Field(None, description="Where `up` writes what it started; default: the user's run folder.")
     cache_dir: Path | None = Field(None, description="Where converted models lie; default: the user's cache folder.")

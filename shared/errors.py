@@ -13,7 +13,11 @@ KvrouteError
 |   +-- OutOfBlocks             the block pool has no room
 |   +-- NoWorker                there is no worker
 |   +-- WorkerLost              the worker or the way to it died under the request
+|   |   +-- WorkerLeft          it ended on purpose, having been told to
 |   +-- EngineError             the engine failed on this request
+|   +-- StreamBroken            an answer broke off and cannot go on elsewhere
+|   +-- AttemptsExhausted       every worker that the request was tried on failed under it
+|   +-- DeadlineExceeded        the request's own deadline passed
 |   +-- DirectoryUnavailable    the store did not answer in time
 +-- ProtocolError               a peer sent bytes that are not of this protocol
 |   +-- AuthenticationFailed    a peer does not know the shared secret
@@ -108,10 +112,34 @@ class WorkerLost(TransientError):
     code = "worker_lost"
 
 
+class WorkerLeft(WorkerLost):
+    """The worker ended on purpose, with the request under way: nothing speaks against the request."""
+
+    code = "worker_left"
+
+
 class EngineError(TransientError):
     """The engine failed on this request."""
 
     code = "engine_error"
+
+
+class StreamBroken(TransientError):
+    """An answer broke off after its first tokens, and cannot go on elsewhere; says why."""
+
+    code = "stream_broken"
+
+
+class AttemptsExhausted(TransientError):
+    """Every worker that the request was tried on failed under it, so that it may be what they die of; names them."""
+
+    code = "attempts_exhausted"
+
+
+class DeadlineExceeded(TransientError):
+    """The request's deadline has passed, or cannot be met."""
+
+    code = "deadline_exceeded"
 
 
 class DirectoryUnavailable(TransientError):

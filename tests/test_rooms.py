@@ -80,6 +80,7 @@ OWN_ARGUMENTS = {
     "max_prompt_tokens",
     "messages",
     "name",
+    "num_workers",
     "on_workers",
     "out",
     "output",
@@ -103,6 +104,7 @@ OWN_ARGUMENTS = {
     "version",
     "view",
     "weights",
+    "worker",
 }
 """Arguments of single commands. Every other flag is a setting."""
 

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _RESTART_PAUSE_S = 5.0
 """Between a failed start and the next one; also the time that whoever waits for `ready` has to hear why."""
+_LEAVE_S = 10.0
+"""Between the end of a drained worker and that of its actor, which whoever drained it is to bring about before."""
 _ENGINE_DEAD_EXIT_CODE = 70
 """`EX_SOFTWARE`: Ray starts the actor again in a new process."""
 
@@ -43,6 +45,7 @@ class WorkerActor:
         self._worker = Worker(self._options, _exit_process, ray.util.get_node_ip_address())
         self._start = asyncio.run_coroutine_threadsafe(self._worker.start(), self._loop)
         self._start.add_done_callback(self._end_if_failed)
+        self._drain: Future[int] | None = None
 
     def ready(self) -> bytes:
         """Wait for the worker's start: its `WorkerInfo` as `messages.encode_record` gives it, or the start's error."""
@@ -60,6 +63,27 @@ class WorkerActor:
         if self._start.done():
             asyncio.run_coroutine_threadsafe(self._worker.stop(), self._loop).result()
 
+    def drain(self, timeout_s: float) -> int:
+        """Let the worker finish within `timeout_s` what it has, and end it; how many requests were cut off.
+
+        The actor goes for good, soon after whoever has called this has heard of it or died. A second call waits for the
+        first one's end.
+        """
+        if not self._start.done() or self._start.exception() is not None:
+            return 0
+        if self._drain is None:
+            self._drain = asyncio.run_coroutine_threadsafe(self._worker.drain(timeout_s), self._loop)
+            own_handle = ray.get_runtime_context().current_actor
+            self._drain.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._leave, own_handle))
+        return self._drain.result()
+
+    def is_leaving(self) -> bool:
+        """Whether it has been told to drain."""
+        return self._drain is not None
+
+    def _leave(self, own_handle: Any) -> None:
+        self._loop.call_later(_LEAVE_S, _end_for_good, own_handle)
+
     def _end_if_failed(self, start: Future[WorkerInfo]) -> None:
         if not start.cancelled() and (error := start.exception()) is not None:
             logger.error("worker %s did not start and is tried again: %s", self._options.worker, error)
@@ -69,3 +93,8 @@ class WorkerActor:
 def _exit_process(reason: str) -> None:
     """A worker without its engine is of no use; a new process is the cleanest way to a new engine."""
     os._exit(_ENGINE_DEAD_EXIT_CODE)
+
+
+def _end_for_good(actor: Any) -> None:
+    """End this process without Ray starting it again."""
+    ray.kill(actor, no_restart=True)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.errors import ConfigError, EngineError, KvrouteError, Overloaded, ProtocolError, WorkerLost
+from shared.errors import ConfigError, EngineError, KvrouteError, Overloaded, ProtocolError, WorkerLeft, WorkerLost
 from shared.messages import Ack, Cancel, Inspect, Refused, Submit, decode
 from shared.transport.base import Channel, Timings
 from shared.transport.channel import SilenceGuard, local_pair
@@ -149,7 +149,7 @@ class WorkerHost:
 
     async def close(self) -> None:
         """Stop listening, end every request, tell the routers. The engine itself stays as it is."""
-        self._start_ending(WorkerLost(f"worker {self._worker} closes"))
+        self._start_ending(WorkerLeft(f"worker {self._worker} closes"))
         await self._ended.wait()
 
     async def wait_closed(self) -> None:
@@ -316,7 +316,7 @@ class WorkerHost:
     def _check_room(self, session: Session) -> None:
         retry_after_s = self._limits.retry_after_s
         if self._ending is not None:
-            raise WorkerLost("the worker ends")
+            raise WorkerLeft("the worker ends")
         if self._is_draining:
             raise Overloaded("the worker is draining", retry_after_s=retry_after_s)
         if self._requests.num_live_of(session) >= self._limits.max_requests_per_session:

@@ -93,6 +93,22 @@ class Worker:
         """Leave the directory, end all requests and the engine. Idempotent."""
         await self._exit.aclose()
 
+    async def drain(self, timeout_s: float) -> int:
+        """Take no new requests, finish those under way within `timeout_s`, and stop; how many were cut off.
+
+        Routers go on elsewhere with those that are.
+        """
+        num_cut_off = 0
+        if self._host is not None and self._publisher is not None:
+            self._publisher.set_draining(True)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._host.drain()
+            except TimeoutError:
+                num_cut_off = self._host.num_requests
+        await self.stop()
+        return num_cut_off
+
     async def _start(self) -> WorkerInfo:
         options, settings = self._options, self._options.settings
         folder = await asyncio.to_thread(prepare_model, settings.model, settings.model_cache_dir)

@@ -12,6 +12,7 @@ from shared.errors import (
     NoWorker,
     Overloaded,
     TransientError,
+    WorkerLeft,
     WorkerLost,
 )
 from shared.messages import Fault
@@ -24,6 +25,7 @@ _ERRORS: tuple[type[ClientError] | type[TransientError], ...] = (
     NoWorker,
     Overloaded,
     WorkerLost,
+    WorkerLeft,
     EngineError,
 )
 MAX_FAULT_CHARS = 2000

@@ -212,7 +212,7 @@ async def test_command_names_its_flag_whatever_is_wrong(
 ) -> None:
     for url in (full_server.url, secured_server.url_as(USER, "wrong-secret"), f"redis://127.0.0.1:{free_port()}"):
         with pytest.raises(ConfigError, match=r"^--redis-url: ") as caught:
-            await launch._check_given_store(Settings(model="tiny", redis_url=url))
+            await launch.check_given_store(Settings(model="tiny", redis_url=url))
         assert "wrong-secret" not in str(caught.value)
 
 

@@ -182,7 +182,9 @@ def test_up_that_is_ended_in_the_middle_leaves_nothing(tmp_path: Path, tag: str)
         if "starting 1 workers" in line:
             break
     second = run_command("up", "--workers", "1", *TINY, "--run-dir", tmp_path, environment=environment)
-    assert (second.returncode, "another `kvroute up` is starting" in second.stderr) == (2, True), second.stderr
+    assert (second.returncode, "another `kvroute up`, `scale` or `drain` is at work" in second.stderr) == (2, True), (
+        second.stderr
+    )
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=240.0)
     assert process.returncode == 130

@@ -1,9 +1,13 @@
-"""The actor's shell around a worker that does not start, without Ray and without an engine."""
+"""The actor's shell around a worker that does not start or is to leave, without Ray and without an engine."""
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +39,17 @@ class _SickWorker:
         pass
 
 
+class _BusyWorker(_SickWorker):
+    """Starts at once, and is drained when its gate opens."""
+
+    async def start(self) -> Any:
+        return None
+
+    async def drain(self, timeout_s: float) -> int:
+        await asyncio.to_thread(self.gate.wait, 60.0)
+        return int(timeout_s)
+
+
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
     """Reasons of exits, instead of exits."""
@@ -60,3 +75,39 @@ def test_start_that_is_given_up_ends_no_process(exits: queue.Queue[str]) -> None
     _SickWorker.gate.set()
     worker.stop()
     assert exits.empty()
+
+
+@pytest.fixture
+def leaves(exits: queue.Queue[str], monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
+    """Actors that end for good, instead of ends."""
+    left: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(actor, "Worker", _BusyWorker)
+    monkeypatch.setattr(actor, "_LEAVE_S", 0.01)
+    monkeypatch.setattr(actor, "_end_for_good", left.put)
+    monkeypatch.setattr(actor.ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="this one"))
+    return left
+
+
+def test_drained_actor_ends_for_good_whether_or_not_anybody_waits_for_it(leaves: queue.Queue[str]) -> None:
+    worker = actor.WorkerActor(OPTIONS)
+    worker._start.exception(60.0)
+    assert not worker.is_leaving()
+    with ThreadPoolExecutor(2) as callers:
+        first = callers.submit(worker.drain, 7.0)
+        while not worker.is_leaving():
+            time.sleep(0.001)
+        # A second command waits for the first one's end.
+        second = callers.submit(worker.drain, 9.0)
+        assert leaves.empty()
+        _BusyWorker.gate.set()
+        assert (first.result(60.0), second.result(60.0)) == (7, 7)
+    assert leaves.get(timeout=60.0) == "this one"
+    assert leaves.empty()
+
+
+def test_actor_that_has_no_worker_yet_has_nothing_to_drain(exits: queue.Queue[str]) -> None:
+    worker = actor.WorkerActor(OPTIONS)
+    assert worker.drain(60.0) == 0
+    _SickWorker.gate.set()
+    assert exits.get(timeout=60.0) == "no memory yet"
+    assert worker.drain(60.0) == 0

@@ -21,7 +21,16 @@ from router.openai import Usage
 from router.progress import PLAIN_INTERVAL_S, Progress
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Tokenizer
-from shared.errors import ConfigError, EngineError, InvalidRequest, NoWorker, OutputError, Overloaded, WorkerLost
+from shared.errors import (
+    AttemptsExhausted,
+    ConfigError,
+    EngineError,
+    InvalidRequest,
+    NoWorker,
+    OutputError,
+    Overloaded,
+    WorkerLost,
+)
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key, unpack_tokens
 from shared.types import CacheScheme, FinishReason
 from tests.support.batches import MODEL, chat_row, read_records, token_row, write_rows
@@ -233,6 +242,14 @@ async def test_transient_errors_are_tried_again(bench: Bench) -> None:
     report = await bench.run([chat_row("r", "Hi")], fake, limits=FAST)
     assert (report.num_ok, bench.texts) == (1, {"r": "Hi"})
     assert len({request.request for request in fake.requests}) == 3
+
+
+async def test_row_that_kills_its_workers_is_given_no_more_of_them_until_a_resume(bench: Bench) -> None:
+    fake = bench.fake(faults=[AttemptsExhausted("failed on 3 workers")])
+    await bench.run([chat_row("r", "Hi")], fake, limits=FAST)
+    assert (len(fake.requests), bench.error("r")[0]) == (1, "attempts_exhausted")
+    report = await bench.run([chat_row("r", "Hi")], bench.fake(), resume=True)
+    assert (report.num_ok, bench.texts) == (1, {"r": "Hi"})
 
 
 async def test_run_without_workers_ends_and_is_resumed(bench: Bench) -> None:

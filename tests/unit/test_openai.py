@@ -8,13 +8,16 @@ import pytest
 
 from router.openai import Endpoint, ParsedRequest, Usage, completion_body, error_body, parse_request, status_of
 from shared.errors import (
+    AttemptsExhausted,
     AuthenticationFailed,
     ContextTooLong,
+    DeadlineExceeded,
     EngineError,
     InvalidRequest,
     ModelNotFound,
     NoWorker,
     Overloaded,
+    StreamBroken,
     WorkerLost,
 )
 from shared.types import FinishReason, Sampling
@@ -395,6 +398,9 @@ def test_bodies_pass_the_openai_clients_own_models() -> None:
         (Overloaded("no"), 429, "rate_limit_error", "rate_limit_exceeded"),
         (NoWorker("no"), 503, "server_error", "service_unavailable"),
         (WorkerLost("no"), 503, "server_error", "worker_lost"),
+        (StreamBroken("no"), 503, "server_error", "stream_broken"),
+        (AttemptsExhausted("no"), 503, "server_error", "attempts_exhausted"),
+        (DeadlineExceeded("no"), 504, "server_error", "deadline_exceeded"),
         (EngineError("no"), 500, "server_error", "engine_error"),
         (AuthenticationFailed("no"), 500, "server_error", "authentication_failed"),
     ],

@@ -33,14 +33,14 @@ def test_file_of_another_version_is_named_and_what_to_do_about_it(tmp_path: Path
 
 
 def test_only_one_starts_at_a_time(tmp_path: Path) -> None:
-    refused = pytest.raises(ConfigError, match="another `kvroute up` is starting")
-    with runfile.starting(tmp_path), refused, runfile.starting(tmp_path):
+    refused = pytest.raises(ConfigError, match="another `kvroute up`, `scale` or `drain` is at work")
+    with runfile.changing(tmp_path), refused, runfile.changing(tmp_path):
         pass
-    with runfile.starting(tmp_path):
+    with runfile.changing(tmp_path):
         pass
 
 
 def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--run-dir: cannot write"), runfile.starting(tmp_path / "file" / "run"):
+    with pytest.raises(ConfigError, match="--run-dir: cannot write"), runfile.changing(tmp_path / "file" / "run"):
         pass

@@ -14,7 +14,7 @@ from router.policies import POLICY_NAMES
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.service import Router
 from shared.directory.memory import MemoryDirectory
-from shared.errors import TransientError, WorkerIdTaken
+from shared.errors import StreamBroken, TransientError, WorkerIdTaken
 from shared.hashing import pack_tokens
 from shared.types import FinishReason, RequestId, Sampling, WorkerId
 from tests.support.fakes import fake_tokens
@@ -36,12 +36,14 @@ class _Asked:
     num_tokens: int
     leaves_after: int | None
     """Items after which its reader goes away by itself."""
+    seed: int | None
+    """With one, an answer that broke off cannot go on elsewhere."""
     items: list[Generated] = field(default_factory=list)
     ends: list[str | TransientError] = field(default_factory=list)
 
     async def read(self, router: Router, name: str, priority: int) -> None:
         request = GenerateRequest(
-            RequestId(name), pack_tokens(self.token_ids), Sampling(max_tokens=self.num_tokens), priority=priority
+            RequestId(name), pack_tokens(self.token_ids), Sampling(self.num_tokens, seed=self.seed), priority=priority
         )
         try:
             async with aclosing(router.generate(request, RequestTrace())) as generated:
@@ -64,6 +66,11 @@ class _Asked:
         if self.ends == ["answered"]:
             assert len(token_ids) == self.num_tokens
             assert finishes[-1] is FinishReason.LENGTH
+        if isinstance(self.ends[0], TransientError):
+            assert not any(finishes)
+        if isinstance(self.ends[0], StreamBroken):
+            assert token_ids
+            assert self.seed is not None
 
 
 class _Walk:
@@ -115,6 +122,7 @@ class _Walk:
             prompt(self._rng.randrange(4), num_prefix_tokens, tail=number, num_tail_tokens=self._rng.randint(1, 40)),
             num_tokens=self._rng.randint(1, 12),
             leaves_after=self._rng.choice((None, None, None, 1, 3)),
+            seed=self._rng.choice((None, None, 1)),
         )
         self._asked.append(asked)
         reading = asked.read(self._router, f"q{number}", self._rng.randrange(3))
@@ -181,7 +189,7 @@ async def _walk(seed: int) -> None:
     rng = random.Random(seed)
     directory = FlakyDirectory(MemoryDirectory(SCHEME, asyncio.get_running_loop().time))
     options = {
-        "max_attempts": rng.choice((1, 3)),
+        "max_attempts": rng.choice((1, 3, 8)),
         "max_held": rng.choice((4, 4096)),
         "queue_timeout_s": rng.choice((2.0, 600.0)),
         "min_prefix_tokens": rng.choice((0, 100)),
@@ -207,3 +215,41 @@ def test_every_request_ends_once_with_its_tokens_and_nothing_is_left(
 ) -> None:
     run_virtual(_walk(seed))
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+async def _disturbed(seed: int) -> None:
+    """Requests that may all go on elsewhere, under deaths and leaves that always leave somebody alive."""
+    rng = random.Random(seed)
+    engine = {
+        "token_s": FAST_S,
+        "prefill_s_per_token": 0.0005,
+        "tokens_per_delta": rng.choice((1, 3)),
+        "max_num_seqs": rng.choice((2, 16)),
+    }
+    async with rack(NUM_WORKERS, **engine) as workers, workers.router(max_attempts=1000) as router:
+        asked = [
+            _Asked(prompt(rng.randrange(4), 64, tail=number), rng.randint(1, 120), leaves_after=None, seed=None)
+            for number in range(80)
+        ]
+        readers = [asyncio.create_task(one.read(router, f"q{number}", 0)) for number, one in enumerate(asked)]
+        num_ended = 0
+        while not all(reader.done() for reader in readers):
+            await asyncio.sleep(rng.choice((0.003, 0.03, 0.1)))
+            names = sorted(workers.worker_to_slot)
+            if len(names) > 1 and num_ended < 200:
+                num_ended += 1
+                await rng.choice((workers.kill_worker, workers.stop_worker))(rng.choice(names))
+            elif len(names) == 1:
+                await workers.start_worker(f"n{workers.num_started}")
+        for one in asked:
+            assert one.ends == ["answered"]
+            one.check()
+        assert num_ended >= 5
+        await workers.settle()
+        await asyncio.sleep(SETTLE_S + 1.0)
+        assert len(router.hints) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_answer_is_the_undisturbed_one_whoever_dies(seed: int) -> None:
+    run_virtual(_disturbed(seed))

@@ -48,6 +48,7 @@ class EngineDelta:
 
     token_ids: tuple[int, ...]
     finish: FinishReason | None = None
+    """Comes with the token that ends the answer and not after it, so that no router goes on behind an end."""
     cached_tokens: int | None = None
     """Prompt tokens served from the prefix cache, told with the first delta."""
 
