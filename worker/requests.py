@@ -13,8 +13,8 @@ from shared.messages import Submit
 from shared.transport.faults import fault_of
 from shared.transport.session import RequestKey, Session
 from shared.types import FinishReason, RequestId
-from worker.prefill_backlog import PrefillBacklog
 from worker.engines.base import Engine, EngineDelta, EngineRequest
+from worker.prefill_backlog import PrefillBacklog
 
 _logger = logging.getLogger(__name__)
 
