@@ -130,7 +130,7 @@ class WorkerStatus:
     num_running: int
     num_waiting: int
     queued_prefill_tokens: int
-    """Prompt tokens of accepted requests that have no first token yet, less what the cache is expected to give."""
+    """Prompt tokens of accepted requests that are still to be computed, less what the cache is expected to give."""
     kv_used_blocks: int
     """Blocks held by live sequences or pins; cached blocks that nobody holds count as free."""
     kv_total_blocks: int

@@ -14,6 +14,7 @@ from shared.transport.faults import fault_of
 from shared.transport.session import RequestKey, Session
 from shared.types import FinishReason, RequestId
 from worker.engines.base import Engine, EngineDelta, EngineRequest
+from worker.prefill_backlog import PrefillBacklog
 
 _logger = logging.getLogger(__name__)
 
@@ -25,9 +26,9 @@ class _Live:
     session: Session
     key: RequestKey
     engine_request: EngineRequest
-    queued_tokens: int
-    """Its share of `queued_prefill_tokens`; 0 once the engine has told something of it."""
     num_sent_tokens: int = 0
+    is_prefilled: bool = False
+    """Whether the engine has told something of it."""
     is_told: bool = False
     """Whether the router has been told the end."""
     fault: KvrouteError | None = None
@@ -45,16 +46,21 @@ class EngineRequests:
     """
 
     def __init__(self, engine: Engine, max_model_len_tokens: int) -> None:
-        self.queued_prefill_tokens = 0
         self.num_live = 0
         self.num_unended = 0
         """Live requests whose end has not been told yet: the load that goes out beside the news of an end."""
         self._engine = engine
         self._max_model_len_tokens = max_model_len_tokens
+        self._backlog = PrefillBacklog()
         self._live: dict[Session, dict[RequestKey, _Live]] = {}
         self._numbers = count(1)
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Uncached prompt tokens that are still to be computed."""
+        return self._backlog.num_tokens(self._engine.num_prefilled_tokens)
 
     def num_live_of(self, session: Session) -> int:
         return len(self._live.get(session, ()))
@@ -68,16 +74,12 @@ class EngineRequests:
         key = (submit.request, submit.attempt)
         if key in self._live.get(session, ()):
             raise InvalidRequest(f"request {submit.request}, attempt {submit.attempt} is already under way")
-        live = _Live(
-            session,
-            key,
-            self._checked(submit),
-            max(0, len(submit.token_ids) // TOKEN_SIZE_BYTES - submit.matched_tokens),
-        )
+        live = _Live(session, key, self._checked(submit))
+        num_uncached_tokens = max(0, len(submit.token_ids) // TOKEN_SIZE_BYTES - submit.matched_tokens)
         self._live.setdefault(session, {})[key] = live
         self.num_live += 1
         self.num_unended += 1
-        self.queued_prefill_tokens += live.queued_tokens
+        self._backlog.add(live, num_uncached_tokens, self._engine.num_prefilled_tokens)
         self._idle.clear()
         live.task = asyncio.create_task(self._pump(live), name=f"kvroute-pump-{live.engine_request.request}")
         live.task.add_done_callback(lambda task: self._end(live, task))
@@ -157,9 +159,9 @@ class EngineRequests:
             raise EngineError("the engine ended the request without a reason")
 
     def _pass_on(self, live: _Live, delta: EngineDelta) -> None:
-        if live.queued_tokens and (delta.token_ids or delta.cached_tokens is not None):
-            self.queued_prefill_tokens -= live.queued_tokens
-            live.queued_tokens = 0
+        if not live.is_prefilled and (delta.token_ids or delta.cached_tokens is not None):
+            live.is_prefilled = True
+            self._backlog.note_prefilled(live, len(live.engine_request.token_ids) - (delta.cached_tokens or 0))
         if delta.finish is not None and not live.is_told:
             live.is_told = True
             self.num_unended -= 1
@@ -183,7 +185,7 @@ class EngineRequests:
                 live.session.push(live.key, live.num_sent_tokens, finish=FinishReason.ABORT)
             else:
                 live.session.push(live.key, live.num_sent_tokens, fault=fault_of(live.fault))
-        self.queued_prefill_tokens -= live.queued_tokens
+        self._backlog.drop(live, self._engine.num_prefilled_tokens)
         self.num_live -= 1
         requests = self._live[live.session]
         del requests[live.key]

@@ -139,6 +139,10 @@ class _SteadyEngine:
         finally:
             self._request_to_next_step.pop(name, None)
 
+    @property
+    def num_prefilled_tokens(self) -> int:
+        return 0
+
     async def cancel(self, request: RequestId) -> None:
         """Every request runs to its end here."""
 

@@ -50,6 +50,9 @@ class _Live:
     may_go: asyncio.Event
     is_running: bool = False
     num_blocks: int = 0
+    num_uncached_tokens: int = 0
+    prefill_began_at_s: float | None = None
+    """While its prefill is under way."""
 
 
 class FakeEngine:
@@ -111,6 +114,8 @@ class FakeEngine:
         """Pins that were being computed when somebody cancelled them."""
         self.is_cache_aware = True  # for tests to set
         self._num_running = 0
+        self._num_prefilled_tokens = 0
+        """Of prefills that are over."""
         self._waiting: deque[_Live] = deque()
         self._live: dict[RequestId, _Live] = {}
         self._death: str | None = None
@@ -165,6 +170,10 @@ class FakeEngine:
             live.cancelled.set()
             live.may_go.set()
             self._free(live)
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        return self._num_prefilled_tokens + sum(map(self._num_tokens_under_way, self._live.values()))
 
     def stats(self) -> EngineStats:
         num_running = sum(live.is_running for live in self._live.values())
@@ -259,6 +268,14 @@ class FakeEngine:
         if self.on_death is not None:
             self.on_death(reason)
 
+    def _num_tokens_under_way(self, live: _Live) -> int:
+        """Prompt tokens that are computed by now of a prefill that is under way; none where prefills take no turns."""
+        if live.prefill_began_at_s is None or self._prefill_turn is None:
+            return 0
+        elapsed_s = asyncio.get_running_loop().time() - live.prefill_began_at_s
+        computed = elapsed_s / self.prefill_s_per_token if self.prefill_s_per_token else live.num_uncached_tokens
+        return min(live.num_uncached_tokens, int(computed))
+
     def _free(self, live: _Live) -> None:
         if self._live.get(live.request.request) is live:
             del self._live[live.request.request]
@@ -288,7 +305,11 @@ class FakeEngine:
         request = live.request
         async with self._prefill_turn or contextlib.nullcontext():
             cached_tokens = self._cached_tokens(request)
-            await self._pass_time(live, (len(request.token_ids) - cached_tokens) * self.prefill_s_per_token)
+            live.num_uncached_tokens = len(request.token_ids) - cached_tokens
+            live.prefill_began_at_s = asyncio.get_running_loop().time()
+            await self._pass_time(live, live.num_uncached_tokens * self.prefill_s_per_token)
+            self._num_prefilled_tokens += live.num_uncached_tokens
+            live.prefill_began_at_s = None
             if self._scheme is not None:
                 live.num_blocks = -(-len(request.token_ids) // self._scheme.block_size_tokens)
             self._store(request, request.token_ids)

@@ -115,6 +115,11 @@ class Engine(Protocol):
         """Free the request's blocks and slot. Unknown ids are no error."""
         ...
 
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Prompt tokens computed since the start, those of prefills under way included."""
+        ...
+
     def stats(self) -> EngineStats:
         """Load after the last step. Costs nothing."""
         ...

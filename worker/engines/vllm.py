@@ -139,6 +139,10 @@ class VllmEngine:
         if request in self._live and self._llm is not None and self._reason_of_death() is None:
             await self._llm.abort(request)
 
+    @property
+    def num_prefilled_tokens(self) -> int:
+        return self._meter.num_prefilled_tokens if self._meter is not None else 0
+
     def stats(self) -> EngineStats:
         assert self._meter is not None
         num_unfinished = self._num_unfinished()

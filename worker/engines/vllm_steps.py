@@ -23,6 +23,8 @@ class StepMeter:
         self._step_began_at: float | None = None
         self.num_running = 0
         """Sequences that the last step left running."""
+        self.num_prefilled_tokens = 0
+        """Prompt tokens of all steps."""
         self.kv_usage = 0.0
         """Share of the pool's blocks in use after the last step."""
 
@@ -36,6 +38,7 @@ class StepMeter:
     ) -> None:
         """The engine has reported a step. Another one follows at once if any request is unfinished."""
         now = self._clock()
+        self.num_prefilled_tokens += num_prefill_tokens
         if self._step_began_at is not None and num_prefill_tokens + num_decode_seqs:
             self._times.add(now - self._step_began_at, num_prefill_tokens, num_decode_seqs)
         self._step_began_at = now if num_unfinished else None
