@@ -21,6 +21,7 @@ from shared.types import FinishReason, Instance, RequestId, Sampling, WorkerId, 
 from worker.engines.base import EngineDelta, EngineInfo
 from worker.engines.simulated import Simulated
 from worker.engines.simulator import SimulatorEngine
+from worker.prefill_backlog import PrefillBacklog
 
 
 class SimulatedHost:
@@ -53,7 +54,7 @@ class SimulatedHost:
         """Statuses go out at this time, and whole intervals later."""
         self._count_resident_blocks = count_resident_blocks
         self._clients: list[SimulatedClient] = []
-        self._queued_prefill_tokens = 0
+        self._backlog = PrefillBacklog()
         self._num_live = 0
         self._news: dict[SimulatedClient, list[tuple[SimulatedStream, Delta, float]]] = {}
         """By router, what the step that has just ended brought."""
@@ -93,7 +94,7 @@ class SimulatedHost:
         return WorkerStatus(
             num_running=num_running,
             num_waiting=self._num_live - num_running,
-            queued_prefill_tokens=self._queued_prefill_tokens,
+            queued_prefill_tokens=self._backlog.num_tokens(self._engine.num_prefilled_tokens),
             kv_used_blocks=stats.kv_used_blocks,
             kv_total_blocks=self._engine_info.num_blocks,
             prefill_s_per_token=stats.step_fit.prefill_s_per_token,
@@ -134,8 +135,8 @@ class SimulatedHost:
             self._later(client, stream.fail, error)
             return
         self._num_live += 1
-        stream.queued_tokens = max(0, len(token_ids) // TOKEN_SIZE_BYTES - stream.matched_tokens)
-        self._queued_prefill_tokens += stream.queued_tokens
+        num_uncached_tokens = max(0, len(token_ids) // TOKEN_SIZE_BYTES - stream.matched_tokens)
+        self._backlog.add(stream, num_uncached_tokens, self._engine.num_prefilled_tokens)
 
     def cancel(self, stream: SimulatedStream) -> None:
         """A cancel has arrived."""
@@ -144,8 +145,11 @@ class SimulatedHost:
 
     def note(self, stream: SimulatedStream, delta: EngineDelta, longest_gap_s: float) -> None:
         """The engine has something to tell. What one step brings a router goes out together."""
-        self._queued_prefill_tokens -= stream.queued_tokens
-        stream.queued_tokens = 0
+        sequence = stream.sequence
+        if delta.token_ids and sequence is not None:
+            self._backlog.note_prefilled(stream, sequence.num_prompt_tokens - (sequence.cached_tokens or 0))
+        else:
+            self._backlog.drop(stream, self._engine.num_prefilled_tokens)
         if delta.finish is not None:
             self._num_live -= 1
         told = Delta(
@@ -196,8 +200,6 @@ class SimulatedStream:
         self.attempt = attempt
         self.priority = priority
         self.matched_tokens = matched_tokens
-        self.queued_tokens = 0
-        """Its share of the worker's `queued_prefill_tokens`."""
         self.num_told = 0
         self.sequence: Simulated | None = None
         self._deltas: deque[Delta] = deque()

@@ -203,6 +203,10 @@ class SimulatorEngine:
             self._remove(sequence)
             sequence.listener.push(EngineDelta((), FinishReason.ABORT, sequence.cached_tokens or 0), 0.0)
 
+    @property
+    def num_prefilled_tokens(self) -> int:
+        return self._batch.num_prefilled_tokens
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=self._batch.num_running,

@@ -78,6 +78,10 @@ class Batch:
         self._slow_steps: list[tuple[int, float]] = []
         """Steps that took longer than all after them, and how long: what the longest gap of a sequence follows from."""
         self.num_preemptions = 0
+        self.num_prefilled_tokens = 0
+        """Prompt tokens that steps have computed on the way to first tokens."""
+        self._num_planned_tokens = 0
+        """The same, of the step under way."""
 
     @property
     def num_running(self) -> int:
@@ -145,6 +149,8 @@ class Batch:
         self._step += self._plan.num_steps
         self._ended_at_s = ended_at_s
         self._plan = None
+        self.num_prefilled_tokens += self._num_planned_tokens
+        self._num_planned_tokens = 0
         self._note_slow(longest_step_s)
         for sequence in self._joining:
             if sequence.state is State.PREFILLING:
@@ -251,6 +257,8 @@ class Batch:
     def _computed(self, sequence: Simulated, num_tokens: int, num_wanted: int) -> None:
         """The step that is being planned computes a sequence up to `num_tokens`."""
         assert sequence.held is not None
+        if sequence.output is None:
+            self._num_planned_tokens += num_tokens - sequence.num_computed_tokens
         sequence.num_computed_tokens = num_tokens
         self._pool.commit(sequence.held, num_tokens)
         if num_tokens == num_wanted:
