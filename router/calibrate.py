@@ -112,6 +112,7 @@ def _fit_figures(calibration: Calibration) -> dict[str, Any]:
         "prefill_s_per_token_context": profile.prefill_s_per_token_context,
         "decode_s_per_seq": profile.decode_s_per_seq,
         "decode_s_per_context_token": profile.decode_s_per_context_token,
+        "request_s": profile.request_s,
         "num_samples": len(calibration.samples),
         "fit_error_mean": mean(calibration.errors),
         "fit_error_max": max(calibration.errors),

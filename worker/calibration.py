@@ -35,6 +35,8 @@ class Sample:
     """Some steps: what was in them all together, and how long they took."""
 
     what: str
+    num_requests: int
+    """Whose way to the engine is in the time."""
     num_steps: int
     num_prefill_tokens: int
     num_prefill_pairs: float
@@ -50,13 +52,14 @@ class Sample:
 
     @property
     def terms(self) -> tuple[float, ...]:
-        """In the order of a profile's times."""
+        """In the order of a profile's times, that of a request last."""
         return (
             self.num_steps,
             self.num_prefill_tokens,
             self.num_prefill_pairs,
             self.num_decode_seqs,
             self.num_context_tokens,
+            self.num_requests,
         )
 
 
@@ -122,14 +125,15 @@ def fit(samples: Sequence[Sample], name: str, info: EngineInfo, scheme: CacheSch
     times_s = [value or 0.0 for value in non_negative_fit(moments, products)]
     if not times_s or times_s[0] + times_s[1] <= 0.0 or times_s[0] + times_s[3] <= 0.0:
         raise EngineError(f"the {len(samples)} samples do not tell what a step costs")
-    step_s, prefill_s_per_token, prefill_s_per_token_context, decode_s_per_seq, decode_s_per_context_token = times_s
+    step_s, prefill_s_per_token, pair_s, decode_s_per_seq, context_s, request_s = times_s
     profile = LatencyProfile(
         name,
         step_s,
         prefill_s_per_token,
-        prefill_s_per_token_context,
+        pair_s,
         decode_s_per_seq,
-        decode_s_per_context_token,
+        context_s,
+        request_s=request_s,
         step_budget_tokens=info.step_budget_tokens,
         max_num_seqs=info.max_num_seqs,
         kv_capacity_tokens=info.num_blocks * scheme.block_size_tokens,
@@ -153,6 +157,7 @@ class _Bench:
         (first_s,) = await self._ask(num_tokens, 1)
         return Sample(
             f"prompt of {num_tokens}",
+            1,
             -(-num_tokens // self._budget_tokens),
             num_tokens,
             num_tokens * num_tokens / 2,
@@ -171,6 +176,7 @@ class _Bench:
         num_steps = max(1, min(sum(at_s > began_at_s for at_s in times) for times in token_times_s))
         return Sample(
             f"{num_seqs} answers after {num_tokens}",
+            0,
             num_steps,
             0,
             0.0,

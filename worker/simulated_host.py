@@ -286,6 +286,11 @@ class SimulatedClient:
         now_s, lag_s = asyncio.get_running_loop().time(), self.host.lag_s
         return now_s - max(self._status_at_s, self.host.told_at_s(now_s - lag_s) + lag_s)
 
+    @property
+    def round_trip_s(self) -> float:
+        """To the worker and back."""
+        return 2 * self.host.lag_s
+
     async def connect(self) -> None:
         self.host.attach(self)
 

@@ -15,7 +15,7 @@ from worker.engines.simulator import SimulatorEngine
 from worker.engines.simulator_options import SimulatorOptions
 
 SCHEME = CacheScheme("calibrated", 16)
-TRUTH = LatencyProfile("truth", 0.02, 1e-3, 1e-7, 2e-3, 1e-6, step_budget_tokens=512, max_num_seqs=8)
+TRUTH = LatencyProfile("truth", 0.02, 1e-3, 1e-7, 2e-3, 1e-6, request_s=0.003, step_budget_tokens=512, max_num_seqs=8)
 
 
 def make_engine() -> SimulatorEngine:
@@ -36,6 +36,7 @@ def test_an_engine_of_a_known_profile_is_fitted_by_that_profile():
     assert profile.prefill_s_per_token_context == pytest.approx(TRUTH.prefill_s_per_token_context, rel=0.05)
     assert profile.decode_s_per_seq == pytest.approx(TRUTH.decode_s_per_seq, rel=0.05)
     assert profile.decode_s_per_context_token == pytest.approx(TRUTH.decode_s_per_context_token, rel=0.1)
+    assert profile.request_s == pytest.approx(TRUTH.request_s, rel=0.1)
     assert (profile.step_budget_tokens, profile.max_num_seqs, profile.kv_capacity_tokens) == (512, 8, 512 * 16)
 
 
@@ -66,4 +67,4 @@ def test_errors_are_shares_of_what_was_measured():
 def test_samples_that_tell_nothing_of_steps_are_refused():
     info = EngineInfo("none", 16, 8, 2048, 512, "lru")
     with pytest.raises(EngineError, match="the 1 samples do not tell what a step costs"):
-        fit([Sample("attention alone", 0, 0, 1e6, 0, 0.0, 1.0)], "none", info, SCHEME)
+        fit([Sample("attention alone", 1, 0, 0, 1e6, 0, 0.0, 1.0)], "none", info, SCHEME)

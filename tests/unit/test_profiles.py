@@ -68,6 +68,7 @@ def test_scaling_slows_every_term_and_no_limit():
     assert asdict(slow) == pytest.approx(
         asdict(PROFILE)
         | {
+            "request_s": 0.0,
             "step_s": 0.1,
             "prefill_s_per_token": 5e-8,
             "decode_s_per_seq": 1e-4,

@@ -250,10 +250,25 @@ def test_a_cancel_frees_at_once_and_leaves_others_as_they_were() -> None:
     run(scenario())
 
 
+def test_a_request_takes_its_time_to_arrive_and_can_be_cancelled_on_its_way() -> None:
+    async def scenario() -> None:
+        async with bench(profile=replace(PROFILE, request_s=3.0)) as simulated:
+            asks = [asyncio.create_task(simulated.ask(prompt(75 + i, 10), 1, name=f"a{i}")) for i in range(2)]
+            await asyncio.sleep(2.0)
+            assert simulated.engine.stats().num_waiting == 2
+            await simulated.engine.cancel(RequestId("a0"))
+            cancelled, other = await asyncio.gather(*asks)
+            assert (cancelled.finish, cancelled.times_s) == (FinishReason.ABORT, [pytest.approx(2.0)])
+            assert other.times_s == [pytest.approx(3.0 + 1.105)]
+
+    run(scenario())
+
+
 def test_a_dead_engine_is_told_of_once_and_fails_everything() -> None:
     async def scenario() -> None:
-        simulated = Bench(max_num_seqs=1)
+        simulated = Bench(max_num_seqs=1, profile=replace(PROFILE, request_s=0.5))
         asks = [asyncio.create_task(simulated.ask(prompt(80 + i, 20), 50)) for i in range(3)]
+        asks.append(asyncio.create_task(simulated.ask(prompt(84, 20), 50, at_s=4.75)))
         await asyncio.sleep(5.0)
         simulated.engine.die("pulled the plug")
         simulated.engine.die("again")

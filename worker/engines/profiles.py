@@ -36,6 +36,9 @@ class LatencyProfile:
     decode_s_per_seq: float
     decode_s_per_context_token: float
     """Reading the keys and values of one token of context."""
+    request_s: float = 0.0
+    """From a request's arrival until a step can take it, beside the steps of others: its way into the engine's process,
+    and that of its first token out of it."""
     step_budget_tokens: int = 2048
     """Most tokens in one step: vLLM's `max_num_batched_tokens`."""
     max_num_seqs: int = 256
@@ -43,7 +46,7 @@ class LatencyProfile:
     """Tokens whose keys and values fit beside the weights; None where nothing is known of it."""
 
     def __post_init__(self) -> None:
-        for name in _TIMES:
+        for name in (*_TIMES, "request_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0.0 <= value < float("inf"):
                 raise ConfigError(f"profile {self.name}: {name}: {value!r} is not a time; it must be 0 or more seconds")
@@ -56,7 +59,7 @@ class LatencyProfile:
 
     def scaled(self, factor: float) -> LatencyProfile:
         """The same hardware, `factor` times slower."""
-        return replace(self, **{name: getattr(self, name) * factor for name in _TIMES})
+        return replace(self, **{name: getattr(self, name) * factor for name in (*_TIMES, "request_s")})
 
     def to_yaml(self) -> str:
         """What `load_profile` reads back."""

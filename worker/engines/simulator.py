@@ -32,7 +32,6 @@ from worker.engines.simulator_batch import Batch, Plan
 from worker.engines.simulator_options import SimulatorOptions, check_sizes
 from worker.engines.simulator_requests import DeltaReader, check_length, check_sampling, packed
 from worker.latency import StepTimes
-from worker.pins import Pin
 from worker.sequences import ResidentChanges, Sequence
 
 _STEPS_BETWEEN_FITS = 32
@@ -75,6 +74,8 @@ class SimulatorEngine:
             tokens_per_delta=options.tokens_per_delta,
         )
         self._live: dict[RequestId, Simulated] = {}
+        self._arriving: dict[Simulated, asyncio.TimerHandle] = {}
+        """Those that no step can take yet."""
         self._plan: Plan | None = None
         self._planned_at_s = 0.0
         self._timer: asyncio.Handle | None = None
@@ -86,7 +87,7 @@ class SimulatorEngine:
         if options.is_warm:
             self._warm_up()
         self._num_pins = 0
-        self.on_change: Callable[[], None] = _ignore
+        self.on_change: Callable[[], None] = lambda: None
         """Called with whatever changes `stats`; for the owner to set."""
         self.busy_s = 0.0
         """Time in steps so far."""
@@ -187,10 +188,19 @@ class SimulatorEngine:
             keep=keep,
         )
         self._live[request] = sequence
+        if self._profile.request_s:
+            loop = asyncio.get_running_loop()
+            self._arriving[sequence] = loop.call_later(self._profile.request_s, self._arrive, sequence)
+            self.on_change()
+        else:
+            self._arrive(sequence)
+        return sequence
+
+    def _arrive(self, sequence: Simulated) -> None:
+        self._arriving.pop(sequence, None)
         self._batch.add(sequence)
         self.on_change()
         self._interrupt()
-        return sequence
 
     async def cancel(self, request: RequestId) -> None:
         sequence = self._live.get(request)
@@ -210,7 +220,7 @@ class SimulatorEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=self._batch.num_running,
-            num_waiting=self._batch.num_waiting,
+            num_waiting=self._batch.num_waiting + len(self._arriving),
             kv_used_blocks=self._pool.num_used_blocks,
             step_fit=self._fit,
         )
@@ -275,10 +285,8 @@ class SimulatorEngine:
 
     async def pins(self) -> list[PinnedPrefix]:
         self._check_alive()
-        return [self._pinned(pin) for pin in self._pool.pins()]
-
-    def _pinned(self, pin: Pin) -> PinnedPrefix:
-        return PinnedPrefix(pin.name, len(pin.blocks), len(pin.blocks) * self._options.scheme.block_size_tokens)
+        block_size = self._options.scheme.block_size_tokens
+        return [PinnedPrefix(pin.name, len(pin.blocks), len(pin.blocks) * block_size) for pin in self._pool.pins()]
 
     # Ends.
 
@@ -303,6 +311,11 @@ class SimulatorEngine:
         if self._timer is not None:
             self._timer.cancel()
         self._live.clear()
+        arriving, self._arriving = self._arriving, {}
+        for sequence, timer in arriving.items():
+            timer.cancel()
+            sequence.state = State.ENDED
+            sequence.listener.fail(EngineError(reason))
         self._batch.fail_all(EngineError(reason))
 
     # Steps.
@@ -389,7 +402,12 @@ class SimulatorEngine:
         if self._live.get(sequence.request) is sequence:
             del self._live[sequence.request]
         if sequence.state is not State.ENDED and self._death is None:
-            self._batch.remove(sequence)
+            arrival = self._arriving.pop(sequence, None)
+            if arrival is None:
+                self._batch.remove(sequence)
+            else:
+                arrival.cancel()
+                sequence.state = State.ENDED
             self.on_change()
             self._interrupt()
 
@@ -403,7 +421,3 @@ class SimulatorEngine:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineError(self._death)
-
-
-def _ignore() -> None:
-    """Nobody wants to know."""
