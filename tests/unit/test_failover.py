@@ -384,6 +384,25 @@ def test_workers_that_drain_and_end_under_load_cost_nobody_an_attempt() -> None:
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("num_steps", range(0, 60, 4))
+def test_request_that_meets_an_idle_worker_on_its_way_out_goes_elsewhere(num_steps: int) -> None:
+    async def scenario() -> None:
+        async with rack(2, **PACE) as workers, workers.router("round_robin", max_attempts=1) as router:
+
+            async def leave() -> None:
+                await workers.worker_to_slot[WorkerId("w0")].host.drain()
+                await workers.stop_worker("w0")
+
+            leaving = asyncio.create_task(leave())
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            told = await asyncio.gather(*(read(router, name=f"r{index}") for index in range(4)))
+            assert [(one.token_ids, one.error) for one in told] == [(WHOLE, None)] * 4
+            await leaving
+
+    run_virtual(scenario())
+
+
 async def _soon(router: Router, index: int) -> Told:
     for _ in range(10 * index):
         await asyncio.sleep(0)
