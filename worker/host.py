@@ -138,9 +138,14 @@ class WorkerHost:
             await self._converse(channel, greeting)
 
     async def drain(self) -> None:
-        """Refuse new requests and wait until those under way have ended."""
+        """Refuse new requests, wait until those under way have ended, and until every router knows both.
+
+        A router that is away is not waited for.
+        """
         self._is_draining = True
+        await self._tell_routers()
         await self._requests.wait_idle()
+        await self._tell_routers()
 
     def engine_died(self, reason: str) -> None:
         """Tell every router that this worker is lost, and end. For the engine's `on_death`."""
@@ -175,6 +180,9 @@ class WorkerHost:
             num_resident_blocks=0 if self._count_resident_blocks is None else self._count_resident_blocks(),
             is_cache_aware=stats.is_cache_aware,
         )
+
+    async def _tell_routers(self) -> None:
+        await asyncio.gather(*(session.told() for session in self._sessions.values()))
 
     def _start_serving(self, channel: Channel) -> None:
         task = asyncio.create_task(self.serve(channel), name=f"kvroute-connection-{self._worker}")

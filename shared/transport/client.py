@@ -10,7 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 
-from shared.errors import AuthenticationFailed, ConfigError, InvalidRequest, ProtocolError, WorkerLost
+from shared.errors import AuthenticationFailed, ConfigError, InvalidRequest, ProtocolError, WorkerLeft, WorkerLost
 from shared.messages import Ack, Cancel, Delta, Frame, Refused, Submit, decode, encode
 from shared.transport.base import Channel, Connect, OnChange, Timings
 from shared.transport.channel import SilenceGuard, open_channel
@@ -256,7 +256,8 @@ class ChannelClient:
                 if isinstance(message, Frame):
                     self._take_frame(message)
                 elif isinstance(message, Refused):
-                    raise WorkerLost(f"worker {self.worker} ends: {message.message}")
+                    lost = WorkerLeft if message.code == WorkerLeft.code else WorkerLost
+                    raise lost(f"worker {self.worker} ends: {message.message}")
                 else:
                     raise ProtocolError(f"a worker does not send {type(message).__name__}")
         except ConnectionError:
@@ -333,7 +334,7 @@ class ChannelClient:
         self._unseen.clear()
         self._outgoing.clear()
         for stream in streams:
-            stream.fail(WorkerLost(str(reason)))
+            stream.fail(WorkerLeft(str(reason)) if isinstance(reason, WorkerLeft) else WorkerLost(str(reason)))
 
 
 def connect_worker(

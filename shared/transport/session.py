@@ -87,6 +87,16 @@ class Session:
             self._room.clear()
             await self._room.wait()
 
+    async def told(self) -> None:
+        """Wait until the router has acknowledged all that was pushed and a frame begun after that, or is away.
+
+        Whatever it had sent before it heard of this has then arrived, too. Does not modify.
+        """
+        frame = self._last_frame + 1
+        while self._channel is not None and not self._is_closed and (self._pending or self._acknowledged < frame):
+            self._room.clear()
+            await self._room.wait()
+
     def accept(self, number: int) -> bool:
         """Note the submit `number`; whether it is new. Numbers only grow: what a router gave up is not sent again."""
         if number <= self.last_submit:
@@ -152,6 +162,7 @@ class Session:
         if self._channel is not channel:
             return False
         self._channel = None
+        self._room.set()
         return True
 
     def close(self, farewell: Refused | None = None) -> None:
@@ -181,9 +192,11 @@ class Session:
                     if raw is not None:
                         await channel.send(raw)
                 if self._is_closed and not self._pending:
-                    if self._farewell is not None:
+                    if self._farewell is None:
+                        channel.close()
+                    else:
+                        # The router closes: closed from here, with bytes of its own on their way, these could be lost.
                         await channel.send(encode(self._farewell))
-                    channel.close()
                     return
                 await self._until_due()
                 if self._channel is channel:

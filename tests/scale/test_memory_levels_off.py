@@ -71,9 +71,10 @@ async def weigh(deployed: Deployment, client: Redis) -> Mapping[str, int]:
     assert len(live) == LIVE_BLOCKS
     assert await directory.resident(W0) == directory.mirrored(W0) == publisher.resident == live
     names = {name.decode() async for name in client.scan_iter()}
-    workers = f"kvr:{{{SCHEME.namespace}}}:workers"
-    assert {name for name in names if ":canary:" not in name} == {f"{tag}meta", f"{tag}blocks", f"{tag}events", workers}
-    assert len(names) == 5
+    shared = {f"kvr:{{{SCHEME.namespace}}}:{what}" for what in ("workers", "routers")}
+    own = {f"{tag}{what}" for what in ("meta", "blocks", "events")}
+    assert {name for name in names if ":canary:" not in name} == shared | own
+    assert len(names) == 6
     assert (mirror.num_keys, mirror.num_entries, mirror.num_slots, mirror.has_dropped) == (
         LIVE_BLOCKS,
         LIVE_BLOCKS,

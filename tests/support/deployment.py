@@ -173,6 +173,8 @@ class Deployment:
             return False
         mirrored = held
         if isinstance(self.directory, MirroredDirectory):
+            if not truth.keys() <= self.directory._mirror.shown:
+                return False  # one that holds nothing would look as if it were there
             mirrored = {worker: self.directory.mirrored(worker) or set() for worker in truth}
         return held == mirrored == {worker: keys for worker, (_, keys) in truth.items()}
 

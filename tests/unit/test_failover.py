@@ -355,6 +355,54 @@ def test_draining_workers_cost_a_request_nothing_and_the_queues_room_is_not_aske
     run_virtual(scenario())
 
 
+def test_workers_that_drain_and_end_under_load_cost_nobody_an_attempt() -> None:
+    async def scenario() -> None:
+        async with rack(3, **PACE) as workers, workers.router("round_robin", max_attempts=1) as router:
+            is_over = False
+            told: list[Told] = []
+
+            async def ask_on(place: int) -> None:
+                while not is_over:
+                    told.append(await read(router, name=f"{place}-{len(told)}"))
+
+            asking = [asyncio.create_task(ask_on(place)) for place in range(12)]
+            for number in range(20):
+                await asyncio.sleep(0.1 + 0.013 * number)
+                name = f"w{number}"
+                slot = workers.worker_to_slot[WorkerId(name)]
+                slot.publisher.set_draining(True)
+                await slot.host.drain()
+                await workers.stop_worker(name)
+                await workers.start_worker(f"w{number + 3}")
+            is_over = True
+            await asyncio.gather(*asking)
+            assert {(one.token_ids, one.error) for one in told} == {(WHOLE, None)}
+            assert len(told) > 100
+            # A busy answer of a worker that the router did not know to drain is the most that happens.
+            assert {one.trace.num_continuations for one in told} == {0}
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("num_steps", range(0, 60, 4))
+def test_request_that_meets_an_idle_worker_on_its_way_out_goes_elsewhere(num_steps: int) -> None:
+    async def scenario() -> None:
+        async with rack(2, **PACE) as workers, workers.router("round_robin", max_attempts=1) as router:
+
+            async def leave() -> None:
+                await workers.worker_to_slot[WorkerId("w0")].host.drain()
+                await workers.stop_worker("w0")
+
+            leaving = asyncio.create_task(leave())
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            told = await asyncio.gather(*(read(router, name=f"r{index}") for index in range(4)))
+            assert [(one.token_ids, one.error) for one in told] == [(WHOLE, None)] * 4
+            await leaving
+
+    run_virtual(scenario())
+
+
 async def _soon(router: Router, index: int) -> Told:
     for _ in range(10 * index):
         await asyncio.sleep(0)

@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import ConfigError, EngineError, Overloaded, WorkerLost
 from shared.hashing import pack_tokens
-from shared.messages import Cancel, Frame, Submit, decode, encode
+from shared.messages import Ack, Cancel, Frame, Submit, decode, encode
 from shared.transport.base import Channel
 from shared.transport.handshake import greet_worker
 from shared.types import CacheScheme, FinishReason, RequestId, RouterId, Sampling
@@ -80,6 +80,27 @@ async def test_drain_waits_for_what_is_under_way_and_refuses_the_rest(tmp_path: 
             await collect(submit(client, "b", [1], 1))
         assert tokens_of(await task) == fake_tokens([1], 100)
         await draining
+
+
+async def test_drain_ends_when_every_router_knows_of_it_or_is_away(tmp_path: Path) -> None:
+    async with running("local", tmp_path) as rig:
+        channel, other = await _session(rig.host), await _session(rig.host, bytes([1] * 16))
+        draining = asyncio.create_task(rig.host.drain())
+        for _ in range(5):
+            frame = decode(await channel.receive())
+            assert isinstance(frame, Frame)
+        assert frame.status is not None
+        assert frame.status.is_draining
+        await channel.send(encode(Ack(frame.number)))
+        # One has heard of it and the other one not.
+        await channel.receive()
+        assert not draining.done()
+        other.close()
+        while not draining.done():
+            frame = decode(await channel.receive())
+            await channel.send(encode(Ack(frame.number)))
+        await draining
+        channel.close()
 
 
 async def test_a_repeated_submit_runs_once(tmp_path: Path) -> None:
