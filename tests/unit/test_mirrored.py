@@ -162,7 +162,9 @@ def test_changes_during_a_load_are_not_lost() -> None:
     run_virtual(scenario())
 
 
-@pytest.mark.parametrize("meanwhile", ["more than one read brings", "a snapshot, and a stream that tells nothing of it"])
+@pytest.mark.parametrize(
+    "meanwhile", ["more than one read brings", "a snapshot, and a stream that tells nothing of it"]
+)
 def test_copy_is_shown_only_once_it_is_as_good_as_the_store_was_when_its_scan_ended(meanwhile: str) -> None:
     async def scenario() -> None:
         store = Store()
