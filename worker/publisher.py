@@ -11,7 +11,7 @@ import contextlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Set
 from itertools import islice
 
 from shared.directory.base import MAX_KEYS_PER_CALL, Directory, Reply
@@ -264,8 +264,8 @@ class Publisher:
         if not self._is_heartbeat_due():
             return True
         if self._batch is not None or self._commit is not None:
-            # Which batch or epoch is the store's last will only be known after the repeat; that comes next.
-            return True
+            # The store may have it, and tells only with the repeat that comes next; one that is full takes this alone.
+            return self._accept(await self._heartbeat(), expected=(Reply.GAP, Reply.STALE))
         if not self._accept(await self._heartbeat()):
             return False
         # Nothing fences a late repeat of a word about draining, or of the registration that clears it.
@@ -314,7 +314,7 @@ class Publisher:
                 if not self._accept(await self._directory.stage(self._info.worker, self._epoch, snapshot, chunk)):
                     return False
                 # A batch given up for this snapshot may have been applied or not: `GAP` tells nothing new.
-                if self._is_heartbeat_due() and not self._accept(await self._heartbeat(), is_gap_expected=True):
+                if self._is_heartbeat_due() and not self._accept(await self._heartbeat(), expected=(Reply.GAP,)):
                     return False
             is_staged = True
         finally:
@@ -336,9 +336,9 @@ class Publisher:
 
     # What answers and their absence mean.
 
-    def _accept(self, reply: Reply, *, is_gap_expected: bool = False) -> bool:
-        """Whether the store took the call; if not, plan the mending."""
-        if reply is Reply.OK or (reply is Reply.GAP and is_gap_expected):
+    def _accept(self, reply: Reply, *, expected: Collection[Reply] = ()) -> bool:
+        """Whether the store took the call, or refused it as was to be expected; if not, plan the mending."""
+        if reply is Reply.OK or reply in expected:
             self._num_setbacks, self._pause_s = 0, 0.0
             return True
         self._batch = None

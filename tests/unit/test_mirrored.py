@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -157,6 +157,38 @@ def test_changes_during_a_load_are_not_lost() -> None:
             resident = await store.resident(W1)
             expected = {W1: 1} if keys([number])[0] in resident else {}
             assert await reader.depths_in_memory(range(number, number + 1), W1) == expected
+        await reader.directory.close()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    "meanwhile", ["more than one read brings", "a snapshot, and a stream that tells nothing of it"]
+)
+def test_copy_is_shown_only_once_it_is_as_good_as_the_store_was_when_its_scan_ended(meanwhile: str) -> None:
+    async def scenario() -> None:
+        store = Store()
+        await store.hold("w1", range(100))
+        reader = Reader(store, longest_delay_s=0.05)
+        scan = reader.feed.scan
+
+        async def scan_and_change(worker: WorkerId) -> AsyncGenerator[Sequence[BlockKey], None]:
+            async for piece in scan(worker):
+                yield piece
+            if reader.feed.num_scans > 1:
+                return
+            if meanwhile == "more than one read brings":
+                for seq in range(2, 10):
+                    await store.apply(batch("w1", E1, seq, (), [101 - seq]))
+            else:
+                await store.stage(W1, E1, E2, keys(range(2)))
+                await store.commit(W1, E1, E2, 2)
+                store.trim(W1, 0)
+
+        reader.feed.scan = scan_and_change  # type: ignore[method-assign]
+        reader.directory.start()
+        await wait_until(lambda: W1 in reader.directory.shown)
+        assert reader.directory.mirrored(W1) == await store.resident(W1)
         await reader.directory.close()
 
     run_virtual(scenario())

@@ -14,7 +14,7 @@ import pytest
 
 from shared.directory.base import MAX_KEYS_PER_CALL, Directory, Reply
 from shared.directory.memory import MemoryDirectory
-from shared.errors import WorkerIdTaken
+from shared.errors import DirectoryUnavailable, WorkerIdTaken
 from shared.types import WorkerId
 from tests.support.flaky_directory import Fault, FlakyDirectory
 from tests.support.memory_store import MemoryStore
@@ -385,6 +385,31 @@ def test_outage_costs_two_log_lines_and_no_change(caplog: pytest.LogCaptureFixtu
         "worker w1 cannot publish, its changes are kept: apply: down",
         "worker w1 publishes again after 61.0 s",
     ]
+
+
+@pytest.mark.parametrize("refused", ["apply", "stage", "commit"])
+def test_store_that_takes_nothing_but_heartbeats_keeps_the_lease(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that is full."""
+
+    async def refuse(*_: object) -> Reply:
+        raise DirectoryUnavailable(f"{refused}: full")
+
+    async def scenario() -> None:
+        async with publishing() as (publisher, flaky):
+            publisher.on_blocks(stored([1]))
+            await asyncio.sleep(2 * TICK_S)
+            before = publisher.epoch
+            with monkeypatch.context() as patched:
+                patched.setattr(flaky, refused, refuse)
+                publisher.on_blocks(BlockChange(is_reset=refused != "apply", stored=keys([2])))
+                await asyncio.sleep(5 * LEASE_S)
+                assert [record.epoch for record in await flaky.workers()] == [before]
+                assert await flaky.inner.resident(W1) == set(keys([1]))
+            await asyncio.sleep(2 * HEARTBEAT_S)
+            assert await flaky.inner.resident(W1) == publisher.resident
+            assert (publisher.is_quiet, counts(flaky, "register")) == (True, [1])
+
+    run_virtual(scenario())
 
 
 def test_short_outage_is_caught_up_with_batches_and_no_snapshot() -> None:
