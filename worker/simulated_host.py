@@ -276,10 +276,6 @@ class SimulatedClient:
         self._status_at_s = 0.0
 
     @property
-    def round_trip_s(self) -> float:
-        return 2.0 * self.host.lag_s
-
-    @property
     def status_age_s(self) -> float:
         if self.status is None:
             return float("inf")

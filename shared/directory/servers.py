@@ -34,6 +34,20 @@ class UnfitStore(RedisError):
     """The server answers, but it is none that the directory can live in."""
 
 
+class _EndsAtOnce:
+    """What is mixed into redis-py's connections: one that is given up is closed, whatever the server does.
+
+    redis-py (as of 8.1) forgets a TLS connection that failed while both sides still take leave of each other, which a
+    frozen server never does.
+    """
+
+    async def disconnect(self, *args: Any, **kwargs: Any) -> None:
+        writer: asyncio.StreamWriter | None = getattr(self, "_writer", None)
+        await super().disconnect(*args, **{**kwargs, "nowait": True})  # type: ignore[misc]  # of the mixed class
+        if writer is not None:
+            writer.transport.abort()
+
+
 @dataclass(slots=True, eq=False)
 class Server:
     """One process of the store."""
@@ -261,8 +275,9 @@ def _connection_options(url: str, connect_timeout_s: float) -> dict[str, Any]:
         }
         if "path" not in options:
             options = {"host": "localhost", "port": 6379} | options
+        connection_class: Any = options.pop("connection_class", Connection)
+        options["connection_class"] = type(connection_class.__name__, (_EndsAtOnce, connection_class), {})
         # The pool would only find out about unknown options when it connects.
-        connection_class: Any = options.get("connection_class", Connection)
         connection_class(**{name: value for name, value in options.items() if name != "connection_class"})
     except (ValueError, TypeError, RedisError):
         # The parser's own words may quote parts of a password.

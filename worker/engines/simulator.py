@@ -325,10 +325,10 @@ class SimulatorEngine:
         budget = self._step_budget_tokens
         for num_tokens in (budget, budget // 2):
             plan = Plan(num_tokens, num_tokens * budget / 2, 0, 0, 1)
-            self._times.add(self._duration_s(plan, 1), num_tokens, 0)
+            self._times.add(plan.duration_s(self._profile, 1), num_tokens, 0)
         for num_seqs in (self._max_num_seqs, max(1, self._max_num_seqs // 2)):
             plan = Plan(0, 0.0, num_seqs, num_seqs * budget, 1)
-            self._times.add(self._duration_s(plan, 1), 0, num_seqs)
+            self._times.add(plan.duration_s(self._profile, 1), 0, num_seqs)
         self._fit = self._times.fit()
 
     def _interrupt(self) -> None:
@@ -349,7 +349,7 @@ class SimulatorEngine:
         low, high = 1, plan.num_steps
         while low < high:
             middle = (low + high) // 2
-            if self._duration_s(plan, middle) > elapsed_s:
+            if plan.duration_s(self._profile, middle) > elapsed_s:
                 high = middle
             else:
                 low = middle + 1
@@ -366,36 +366,23 @@ class SimulatorEngine:
     def _set_timer(self, plan: Plan) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        at_s = self._planned_at_s + self._duration_s(plan, plan.num_steps)
+        at_s = self._planned_at_s + plan.duration_s(self._profile, plan.num_steps)
         self._timer = asyncio.get_running_loop().call_at(at_s, self._end)
 
     def _end(self) -> None:
         plan, self._plan = self._plan, None
         assert plan is not None
-        duration_s = self._duration_s(plan, plan.num_steps)
+        duration_s = plan.duration_s(self._profile, plan.num_steps)
         self.busy_s += duration_s
         self._times.add(duration_s / plan.num_steps, plan.num_prefill_tokens, plan.num_decode_seqs)
         self._num_steps_to_fit -= 1
         if not self._num_steps_to_fit:
             self._fit = self._times.fit()
             self._num_steps_to_fit = _STEPS_BETWEEN_FITS
-        last_step_s = duration_s - self._duration_s(plan, plan.num_steps - 1)
+        last_step_s = duration_s - plan.duration_s(self._profile, plan.num_steps - 1)
         self._batch.complete(self._planned_at_s + duration_s, last_step_s)
         self._tell_blocks()
         self._begin()
-
-    def _duration_s(self, plan: Plan, num_steps: int) -> float:
-        """The time of the first steps of a plan."""
-        profile = self._profile
-        each_s = (
-            profile.step_s
-            + profile.prefill_s_per_token * plan.num_prefill_tokens
-            + profile.prefill_s_per_token_context * plan.num_prefill_pairs
-            + profile.decode_s_per_seq * plan.num_decode_seqs
-            + profile.decode_s_per_context_token * plan.num_context_tokens
-        )
-        num_more_tokens = plan.num_decode_seqs * (num_steps * (num_steps - 1) / 2)
-        return num_steps * each_s + profile.decode_s_per_context_token * num_more_tokens
 
     def _remove(self, sequence: Simulated) -> None:
         """Forget a sequence, and free it if it has not ended."""

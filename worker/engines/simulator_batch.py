@@ -19,6 +19,7 @@ from shared.hashing import TOKEN_SIZE_BYTES, block_keys
 from shared.types import FinishReason
 from worker.blocks import BlockPool
 from worker.engines.base import EngineDelta
+from worker.engines.profiles import LatencyProfile
 from worker.engines.simulated import NORMAL_PRIORITY, Simulated, State, answer
 
 
@@ -33,6 +34,18 @@ class Plan:
     num_context_tokens: int
     """Of what decodes, in the first of the steps; each later step reads one more for each sequence."""
     num_steps: int
+
+    def duration_s(self, profile: LatencyProfile, num_steps: int) -> float:
+        """The time of the first steps."""
+        each_s = (
+            profile.step_s
+            + profile.prefill_s_per_token * self.num_prefill_tokens
+            + profile.prefill_s_per_token_context * self.num_prefill_pairs
+            + profile.decode_s_per_seq * self.num_decode_seqs
+            + profile.decode_s_per_context_token * self.num_context_tokens
+        )
+        num_more_tokens = self.num_decode_seqs * (num_steps * (num_steps - 1) / 2)
+        return num_steps * each_s + profile.decode_s_per_context_token * num_more_tokens
 
 
 class Batch:
