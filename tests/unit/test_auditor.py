@@ -237,6 +237,26 @@ def test_a_publisher_that_has_something_to_tell_is_not_compared_with_the_store()
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_what_is_published_while_the_store_is_asked_is_no_drift(is_before: bool) -> None:
+    async def scenario() -> None:
+        async with audited() as worker:
+            ask = worker.survey.audit
+
+            async def overtaken_audit(*arguments: Any) -> Audited | None:
+                found = None if is_before else await ask(*arguments)
+                worker.engine.store([77])
+                worker.engine.evict([3])
+                await asyncio.sleep(0.5)
+                return await ask(*arguments) if is_before else found
+
+            worker.survey.audit = overtaken_audit  # type: ignore[method-assign]
+            assert await worker.auditor.audit()
+            assert (await worker.is_true(), worker.found) == (True, (1, 0))
+
+    run_virtual(scenario())
+
+
 def test_a_snapshot_that_is_being_staged_is_not_taken_for_drift() -> None:
     async def scenario() -> None:
         async with audited() as worker:
