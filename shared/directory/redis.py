@@ -44,8 +44,8 @@ from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, Rou
 from shared.wire import decode_record, encode_record
 
 _SCRIPTS = (
-    *("register", "forget", "announce", "announce_router", "match", "look", "position", "probe"),
-    *("lease+heartbeat", "lease+apply", "lease+stage", "lease+commit", "lease+set_draining"),
+    *("register", "forget", "announce", "announce_router", "keys+match", "look", "position", "probe"),
+    *("lease+heartbeat", "lease+keys+apply", "lease+keys+stage", "lease+commit", "lease+set_draining"),
 )
 RECORD_FIELDS = ("instance", "epoch", "seq", "draining", "info")
 _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
@@ -157,7 +157,7 @@ class RedisDirectory:
         check_batch(batch)
         holder = batch.holder
         return await self._publish(
-            "lease+apply",
+            "lease+keys+apply",
             self._keys(holder.worker, "meta", "blocks", "events"),
             holder.epoch,
             batch.seq,
@@ -169,7 +169,9 @@ class RedisDirectory:
 
     async def stage(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, keys: Sequence[BlockKey]) -> Reply:
         check_num_keys(len(keys))
-        return await self._publish("lease+stage", self._keys(worker, "meta", "staged"), epoch, snapshot, b"".join(keys))
+        return await self._publish(
+            "lease+keys+stage", self._keys(worker, "meta", "staged"), epoch, snapshot, b"".join(keys)
+        )
 
     async def commit(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, num_keys: int) -> Reply:
         store_keys = self._keys(worker, "meta", "blocks", "events", "staged")
@@ -291,7 +293,7 @@ class RedisDirectory:
                 raise answer
             return answer
 
-        raw = await self._connection.call(script.removeprefix("lease+"), self._publish_deadline_s, work)
+        raw = await self._connection.call(script.rpartition("+")[2], self._publish_deadline_s, work)
         if isinstance(raw, Exception):
             self._refusals.note(" or ".join(keys), raw)
             return Reply.UNKNOWN
@@ -311,7 +313,8 @@ class RedisDirectory:
     async def _match_round(self, part: bytes, asked: list[WorkerId], deadline_s: float) -> dict[WorkerId, Match | None]:
         """What is known of the workers; `None` for one whose server does not answer."""
         commands = [
-            self._connection.script_command("match", self._keys(worker, "meta", "blocks"), part) for worker in asked
+            self._connection.script_command("keys+match", self._keys(worker, "meta", "blocks"), part)
+            for worker in asked
         ]
         found: dict[WorkerId, Match | None] = {}
         answers = await self._ask_each("match", deadline_s, commands, is_guarded=True)
