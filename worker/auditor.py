@@ -146,12 +146,10 @@ class Auditor:
         publisher = self._publisher
         if not publisher.is_quiet:
             return None
-        epoch, seq, num_published = publisher.epoch, publisher.seq, len(publisher.resident)
-        asked = self._next_keys()
-        found = await self._survey.audit(self._worker, epoch, seq, asked)
-        if found is None or not publisher.is_quiet or (publisher.epoch, publisher.seq) != (epoch, seq):
-            return None
-        if found.num_entries == num_published and not found.num_absent:
+        # What the store holds after this batch is known now, and stays so whatever is published while it is asked.
+        num_published, asked = len(publisher.resident), self._next_keys()
+        found = await self._survey.audit(self._worker, publisher.epoch, publisher.seq, asked)
+        if found is None or (found.num_entries == num_published and not found.num_absent):
             return None
         return (
             f"the store holds {found.num_entries} blocks where {num_published} are published, and lacks "

@@ -144,8 +144,6 @@ class Publisher:
             return
         task.cancel()
         await asyncio.wait({task})
-        if self.is_evicted:
-            return
         self._is_registered = False
         try:
             await self._directory.forget(self._info.worker, self._info.instance)

@@ -44,8 +44,8 @@ from shared.types import BlockKey, CacheScheme, Epoch, EventBatch, Instance, Rou
 from shared.wire import decode_record, encode_record
 
 _SCRIPTS = (
-    *("register", "forget", "announce", "announce_router", "match", "look", "position", "probe"),
-    *("lease+heartbeat", "lease+apply", "lease+stage", "lease+commit", "lease+set_draining"),
+    *("register", "forget", "announce", "announce_router", "keys+match", "look", "position", "probe"),
+    *("lease+heartbeat", "lease+keys+apply", "lease+keys+stage", "lease+commit", "lease+set_draining"),
 )
 RECORD_FIELDS = ("instance", "epoch", "seq", "draining", "info")
 _MATCH_BYTES_PER_ROUND = MAX_KEYS_PER_CALL * KEY_SIZE_BYTES
@@ -157,7 +157,7 @@ class RedisDirectory:
         check_batch(batch)
         holder = batch.holder
         return await self._publish(
-            "lease+apply",
+            "lease+keys+apply",
             self._keys(holder.worker, "meta", "blocks", "events"),
             holder.epoch,
             batch.seq,
@@ -169,7 +169,9 @@ class RedisDirectory:
 
     async def stage(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, keys: Sequence[BlockKey]) -> Reply:
         check_num_keys(len(keys))
-        return await self._publish("lease+stage", self._keys(worker, "meta", "staged"), epoch, snapshot, b"".join(keys))
+        return await self._publish(
+            "lease+keys+stage", self._keys(worker, "meta", "staged"), epoch, snapshot, b"".join(keys)
+        )
 
     async def commit(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, num_keys: int) -> Reply:
         store_keys = self._keys(worker, "meta", "blocks", "events", "staged")
@@ -193,30 +195,38 @@ class RedisDirectory:
         return RouterPlace(int(rank), int(num_routers))
 
     async def match(self, keys: Sequence[BlockKey], workers: Iterable[WorkerId]) -> Mapping[WorkerId, Match]:
-        """One round trip to each server; one more for each 4,096 keys that some worker holds all of."""
+        """One round trip to each server; one more for each 4,096 keys that some worker holds all of, if time is left.
+
+        What a worker is known to hold stands, whether more of it can be told in time or not.
+        """
         asked = list(workers)
         if not keys or not asked:
             return {}
         chain = b"".join(keys)
         clock = asyncio.get_running_loop().time
-        ends_at_s, left_s = clock() + self._match_deadline_s, self._match_deadline_s
+        left_s = self._match_deadline_s
         found: dict[WorkerId, Match] = {}
         for start in range(0, len(chain), _MATCH_BYTES_PER_ROUND):
             part = chain[start : start + _MATCH_BYTES_PER_ROUND]
             num_before = start // KEY_SIZE_BYTES
-            longest = []
-            for worker, answer in (await self._match_round(part, asked, left_s)).items():
-                if answer is None:
-                    found.pop(worker, None)
-                    continue
+            asked_at_s = clock()
+            try:
+                answers = await self._match_round(part, asked, left_s)
+            except DirectoryUnavailable:
+                if not found:
+                    raise
+                break
+            took_s = clock() - asked_at_s
+            left_s -= took_s
+            asked = []
+            for worker, answer in answers.items():
                 if answer.num_blocks:
                     found[worker] = Match(answer.instance, num_before + answer.num_blocks)
                 if answer.num_blocks * KEY_SIZE_BYTES == len(part):
-                    longest.append(worker)
-            asked = longest
-            if not asked:
+                    asked.append(worker)
+            # A round that is asked for in less time than the last one took is a miss of ours and not of the store.
+            if not asked or left_s < took_s:
                 break
-            left_s = max(0.0, ends_at_s - clock())
         return found
 
     async def workers(self) -> list[WorkerRecord]:
@@ -291,7 +301,7 @@ class RedisDirectory:
                 raise answer
             return answer
 
-        raw = await self._connection.call(script.removeprefix("lease+"), self._publish_deadline_s, work)
+        raw = await self._connection.call(script.rpartition("+")[2], self._publish_deadline_s, work)
         if isinstance(raw, Exception):
             self._refusals.note(" or ".join(keys), raw)
             return Reply.UNKNOWN
@@ -308,18 +318,16 @@ class RedisDirectory:
             raise answers[0]
         return answers
 
-    async def _match_round(self, part: bytes, asked: list[WorkerId], deadline_s: float) -> dict[WorkerId, Match | None]:
-        """What is known of the workers; `None` for one whose server does not answer."""
+    async def _match_round(self, part: bytes, asked: list[WorkerId], deadline_s: float) -> dict[WorkerId, Match]:
+        """What is known of the workers; one whose server does not answer is absent."""
         commands = [
-            self._connection.script_command("match", self._keys(worker, "meta", "blocks"), part) for worker in asked
+            self._connection.script_command("keys+match", self._keys(worker, "meta", "blocks"), part)
+            for worker in asked
         ]
-        found: dict[WorkerId, Match | None] = {}
+        found: dict[WorkerId, Match] = {}
         answers = await self._ask_each("match", deadline_s, commands, is_guarded=True)
         for worker, answer in zip(asked, answers, strict=True):
-            if answer is None:
-                continue
-            if isinstance(answer, DirectoryUnavailable):
-                found[worker] = None
+            if answer is None or isinstance(answer, DirectoryUnavailable):
                 continue
             instance = None if isinstance(answer, Exception) else as_text(answer[0])
             if instance is None:

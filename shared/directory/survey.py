@@ -21,7 +21,7 @@ from shared.errors import DirectoryUnavailable, ProtocolError
 from shared.hashing import KEY_SIZE_BYTES
 from shared.types import BlockKey, CacheScheme, Epoch, WorkerId
 
-_SCRIPTS = ("audit", "reap")
+_SCRIPTS = ("keys+audit", "reap")
 _DATA_KINDS = ("blocks", "events", "staged")
 """What lives by a worker's lease, which is its `meta` and has an end."""
 _NUM_PINGS = 9
@@ -172,7 +172,7 @@ class StoreSurvey:
         names = self._keys(worker, "meta", "blocks")
 
         async def work() -> Any:
-            return await self._connection.run("audit", names, epoch, seq, b"".join(keys))
+            return await self._connection.run("keys+audit", names, epoch, seq, b"".join(keys))
 
         found = await self._connection.call("audit", self._deadline_s, work)
         return None if found is None else Audited(int(found[0]), int(found[1]))

@@ -113,6 +113,28 @@ async def test_event_stream_is_capped(embedded_store: EmbeddedStore, directory: 
     assert await client.xlen(f"{TAG}:events") <= 200  # the store trims whole nodes of a hundred
 
 
+@pytest.mark.parametrize("operation", ["apply", "commit"])
+async def test_stream_that_the_store_threw_away_begins_anew_and_ends_with_the_lease(
+    directory: RedisDirectory, client: Any, operation: str
+) -> None:
+    await directory.stage(W1, E1, E2, keys([7]))
+    await client.delete(f"{TAG}:events")
+    if operation == "apply":
+        assert await directory.apply(batch("w1", E1, 2, [3])) == Reply.OK
+    else:
+        assert await directory.commit(W1, E1, E2, 1) == Reply.OK
+    assert await client.pexpiretime(f"{TAG}:events") == await client.pexpiretime(f"{TAG}:meta") > 0
+
+
+async def test_registering_anew_leaves_nothing_of_a_snapshot_in_the_making(
+    bench: Bench, directory: RedisDirectory
+) -> None:
+    """Which heartbeats would keep for as long as the worker lives."""
+    await directory.stage(W1, E1, E2, keys([7]))
+    assert await directory.register(worker_info("w1"), E2, LONG_LEASE_S) == Reply.OK
+    assert await bench.stored_keys() == sorted([f"{TAG}:{kind}" for kind in ("meta", "events")] + [WORKERS])
+
+
 async def test_lost_scripts_are_loaded_again(directory: RedisDirectory, client: Any) -> None:
     await client.script_flush()
     assert await directory.match(keys(range(3)), [W1]) == {W1: Match(instance(1), 3)}

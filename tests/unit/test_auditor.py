@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -155,6 +156,18 @@ def test_a_lost_event_of_the_engine_is_found_and_mended(is_removal: bool, is_sto
     run_virtual(scenario())
 
 
+def test_a_block_that_took_the_place_of_another_one_unseen_is_found_and_mended() -> None:
+    async def scenario() -> None:
+        async with audited() as worker:
+            worker.engine.evict([3], is_lost=True)
+            worker.engine.store([77], is_lost=True)
+            assert not await worker.auditor.audit()
+            await asyncio.sleep(1.0)
+            assert (await worker.is_true(), worker.found) == (True, (1, 1))
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize(("add", "drop"), [([500], []), ([], [4]), ([500], [4])])
 def test_a_store_that_holds_something_else_is_found_and_mended(add: list[int], drop: list[int]) -> None:
     async def scenario() -> None:
@@ -224,6 +237,26 @@ def test_a_publisher_that_has_something_to_tell_is_not_compared_with_the_store()
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_what_is_published_while_the_store_is_asked_is_no_drift(is_before: bool) -> None:
+    async def scenario() -> None:
+        async with audited() as worker:
+            ask = worker.survey.audit
+
+            async def overtaken_audit(*arguments: Any) -> Audited | None:
+                found = None if is_before else await ask(*arguments)
+                worker.engine.store([77])
+                worker.engine.evict([3])
+                await asyncio.sleep(0.5)
+                return await ask(*arguments) if is_before else found
+
+            worker.survey.audit = overtaken_audit  # type: ignore[method-assign]
+            assert await worker.auditor.audit()
+            assert (await worker.is_true(), worker.found) == (True, (1, 0))
+
+    run_virtual(scenario())
+
+
 def test_a_snapshot_that_is_being_staged_is_not_taken_for_drift() -> None:
     async def scenario() -> None:
         async with audited() as worker:
@@ -261,6 +294,26 @@ def test_audits_come_by_themselves_and_stop() -> None:
             num_audits = worker.found[0]
             await asyncio.sleep(10 * AUDIT_S)
             assert worker.found == (num_audits, 1)
+
+    run_virtual(scenario())
+
+
+def test_audits_of_a_worker_are_spread_over_time() -> None:
+    async def scenario() -> None:
+        async with audited() as worker:
+            clock, audited_at_s = asyncio.get_running_loop().time, []
+            ask = worker.survey.audit
+
+            async def timed_audit(*arguments: Any) -> Audited | None:
+                audited_at_s.append(clock())
+                return await ask(*arguments)
+
+            worker.survey.audit = timed_audit  # type: ignore[method-assign]
+            worker.auditor.start()
+            await asyncio.sleep(100 * AUDIT_S)
+            pauses_s = [later - earlier for earlier, later in pairwise(audited_at_s)]
+            assert 0.5 * AUDIT_S <= min(pauses_s) < 0.6 * AUDIT_S
+            assert 1.4 * AUDIT_S < max(pauses_s) <= 1.5 * AUDIT_S + 1.0
 
     run_virtual(scenario())
 

@@ -11,10 +11,10 @@ import pytest
 
 from shared.directory import follower
 from shared.directory.base import Reply
-from shared.directory.feed import EntryId
+from shared.directory.feed import Entry, EntryId
 from shared.errors import DirectoryUnavailable
 from shared.types import BlockKey, WorkerId
-from tests.support.stores import LONG_LEASE_S, batch, epoch, keys, worker_info
+from tests.support.stores import LONG_LEASE_S, batch, epoch, keys, wait_until, worker_info
 from tests.support.vtime import run_virtual
 from tests.unit.test_mirrored import E1, E2, W1, W2, Reader, Store, reading
 
@@ -239,5 +239,72 @@ def test_few_workers_are_loaded_at_a_time() -> None:
         await reader.directory.caught_up()
         assert (len(reader.directory.shown), most) == (20, 4)
         await reader.directory.close()
+
+    run_virtual(scenario())
+
+
+def test_loads_that_fail_leave_nothing_in_the_mirror() -> None:
+    async def scenario() -> None:
+        store = Store()
+        await store.hold("w1", range(20))
+        reader = Reader(store)
+        scan = reader.feed.scan
+
+        async def cut_scan(worker: WorkerId) -> AsyncGenerator[Sequence[BlockKey], None]:
+            async for piece in scan(worker):
+                yield piece
+                raise DirectoryUnavailable("scan: cut off")
+
+        reader.feed.scan = cut_scan  # type: ignore[method-assign]
+        reader.directory.start()
+        await wait_until(lambda: reader.directory.num_wasted_loads == 10)
+        mirror = reader.directory._mirror
+        await wait_until(lambda: not mirror.has_dropped)
+        assert (mirror.num_slots, mirror.num_keys) == (0, 0)
+        await reader.directory.close()
+
+    run_virtual(scenario())
+
+
+def test_nothing_is_kept_of_the_loads_of_workers_that_have_left() -> None:
+    async def scenario() -> None:
+        store = Store()
+        async with reading(store) as reader:
+            for number in range(20):
+                name = f"w{number}"
+                await store.hold(name, range(5))
+                await wait_until(lambda name=name: name in reader.directory.shown)  # type: ignore[misc]
+                await store.forget(WorkerId(name), worker_info(name).instance)
+                await wait_until(lambda: not reader.directory.shown)
+            assert reader.directory.num_loads == 20
+            assert reader.directory._follower._worker_to_loads == {}
+
+    run_virtual(scenario())
+
+
+def test_late_answer_about_a_copy_that_was_replaced_does_nothing_to_the_new_one() -> None:
+    async def scenario() -> None:
+        store = Store()
+        await store.hold("w1", range(5))
+        async with reading(store) as reader:
+            read, is_released = reader.feed.read, asyncio.Event()
+
+            async def late_read(
+                worker_to_entry: Mapping[WorkerId, EntryId], wait_s: float
+            ) -> Mapping[WorkerId, Sequence[Entry]]:
+                news = await read(worker_to_entry, wait_s)
+                if news:
+                    await is_released.wait()
+                return news
+
+            reader.feed.read = late_read  # type: ignore[method-assign]
+            await asyncio.sleep(1.0)  # the read that was under way ends
+            await store.apply(batch("w1", E1, 2, [5]))
+            await store.register(worker_info("w1"), E2, LONG_LEASE_S)
+            await wait_until(lambda: reader.directory.num_loads == 2)
+            is_released.set()
+            await reader.directory.caught_up()
+            await asyncio.sleep(60.0)
+            assert (reader.directory.shown, reader.directory.num_loads) == ({W1}, 2)
 
     run_virtual(scenario())

@@ -194,7 +194,7 @@ def test_copy_is_shown_only_once_it_is_as_good_as_the_store_was_when_its_scan_en
     run_virtual(scenario())
 
 
-@pytest.mark.parametrize("cause", ["gap", "other epoch", "snapshot", "registration", "repeat"])
+@pytest.mark.parametrize("cause", ["gap", "gap and more", "other epoch", "snapshot", "registration", "repeat"])
 def test_what_does_not_fit_has_that_worker_loaded_again_and_no_other(cause: str) -> None:
     async def scenario() -> None:
         store = Store()
@@ -207,6 +207,11 @@ def test_what_does_not_fit_has_that_worker_loaded_again_and_no_other(cause: str)
                 await store.apply(batch("w1", E1, 3, [6]))
                 del store.worker_to_stream[W1][-2]
                 expected[W1] = 7
+            elif cause == "gap and more":
+                for seq in (2, 3, 4):
+                    await store.apply(batch("w1", E1, seq, [3 + seq]))
+                del store.worker_to_stream[W1][-3]
+                expected[W1] = 8
             elif cause == "other epoch":
                 store._append(batch("w1", E3, 2, [5]))
             elif cause == "snapshot":
@@ -221,7 +226,7 @@ def test_what_does_not_fit_has_that_worker_loaded_again_and_no_other(cause: str)
             await wait_until(lambda: reader.directory.num_loads == 3)
             await reader.directory.caught_up()
             assert await reader.depths_in_memory(range(8), W1, W2) == expected
-            assert reader.feed.num_scans == 3
+            assert (reader.feed.num_scans, reader.directory.num_faults) == (3, 0)
 
     run_virtual(scenario())
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -199,6 +200,15 @@ def test_heartbeats_go_on_under_a_stream_of_changes_and_long_snapshots() -> None
     run_virtual(scenario())
 
 
+def test_registration_of_a_worker_without_news_is_all_that_it_says_before_its_first_heartbeat_is_due() -> None:
+    async def scenario() -> None:
+        async with publishing() as (_, flaky):
+            await asyncio.sleep(0.9 * HEARTBEAT_S)
+            assert flaky.calls == ["register"]
+
+    run_virtual(scenario())
+
+
 def test_stop_forgets_the_worker_at_once_and_may_be_repeated() -> None:
     async def scenario() -> None:
         directory = fresh_directory()
@@ -223,6 +233,41 @@ def test_draining_is_told_and_told_again_to_a_store_that_forgot() -> None:
             publisher.set_draining(False)
             await asyncio.sleep(2 * TICK_S)
             assert [record.is_draining for record in await flaky.workers()] == [False]
+
+    run_virtual(scenario())
+
+
+def test_draining_is_told_again_before_anything_else_once_a_worker_has_registered_anew() -> None:
+    async def scenario() -> None:
+        async with publishing() as (publisher, flaky):
+            publisher.on_blocks(stored([1]))
+            publisher.set_draining(True)
+            await asyncio.sleep(2 * TICK_S)
+            flaky.inner = fresh_directory()
+            flaky.calls.clear()
+            await asyncio.sleep(MENDING_S)
+            assert flaky.calls[:5] == ["heartbeat", "register", "set_draining", "stage", "commit"]
+
+    run_virtual(scenario())
+
+
+def test_heartbeat_that_comes_between_a_new_registration_and_its_snapshot_fits_the_registration() -> None:
+    async def scenario() -> None:
+        async with publishing() as (publisher, flaky):
+            publisher.on_blocks(stored([1]))
+            publisher.set_draining(True)
+            await asyncio.sleep(2 * TICK_S)
+            flaky.inner = fresh_directory()
+            set_draining = flaky.set_draining
+
+            async def slow_set_draining(*arguments: Any) -> Reply:
+                await asyncio.sleep(1.5 * HEARTBEAT_S)
+                return await set_draining(*arguments)
+
+            flaky.set_draining = slow_set_draining  # type: ignore[method-assign]
+            await asyncio.sleep(MENDING_S)
+            assert publisher.num_snapshots == {"unknown": 1}
+            flaky.set_draining = set_draining  # type: ignore[method-assign]
 
     run_virtual(scenario())
 
@@ -281,6 +326,35 @@ def test_lost_reply_is_repeated_with_the_same_content() -> None:
             await asyncio.sleep(0.5)
             assert await flaky.inner.resident(W1) == set()
             assert (publisher.seq, counts(flaky, "apply", "stage", "commit")) == (2, [3, 0, 0])
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("operation", ["apply", "commit"])
+def test_heartbeat_that_meets_what_took_effect_without_a_reply_leaves_it_to_the_repeat(operation: str) -> None:
+    async def scenario() -> None:
+        async with publishing() as (publisher, flaky):
+            # Repeats get lost for longer than heartbeats are apart: the store is ahead of what the publisher knows.
+            flaky.fail_next(operation, Fault.LOSE_REPLY, *[Fault.DROP] * 6)
+            publisher.on_blocks(BlockChange(is_reset=operation == "commit", stored=keys([1])))
+            await asyncio.sleep(2 * TICK_S)
+            assert await flaky.inner.resident(W1) == set(keys([1]))
+            await asyncio.sleep(MENDING_S)
+            assert counts(flaky, "register", operation) == [1, 8]
+            assert publisher.num_snapshots == ({"reset": 1} if operation == "commit" else {})
+
+    run_virtual(scenario())
+
+
+def test_batch_without_a_reply_is_given_up_for_a_snapshot() -> None:
+    async def scenario() -> None:
+        async with publishing() as (publisher, flaky):
+            flaky.fail_next("apply", Fault.DROP)
+            publisher.on_blocks(stored([1]))
+            await asyncio.sleep(1.5 * TICK_S)
+            publisher.on_blocks(BlockChange(is_reset=True, stored=keys([2])))
+            await asyncio.sleep(MENDING_S)
+            assert (publisher.num_snapshots, counts(flaky, "register", "apply")) == ({"reset": 1}, [1, 1])
 
     run_virtual(scenario())
 

@@ -11,19 +11,6 @@
 -- ARGV[6] entries that the event stream keeps, about
 -- Returns OK, also for a repeat, which changes nothing; GAP; STALE; UNKNOWN.
 
-local KEY_BYTES = 16
-local CHUNK = 2048  -- unpack puts its values on Lua's stack, which takes under 8,000
-
-local function each_chunk(command, set, blob)
-  for start = 1, #blob, CHUNK * KEY_BYTES do
-    local members = {}
-    for at = start, math.min(start + CHUNK * KEY_BYTES, #blob + 1) - 1, KEY_BYTES do
-      members[#members + 1] = string.sub(blob, at, at + KEY_BYTES - 1)
-    end
-    redis.call(command, set, unpack(members))
-  end
-end
-
 if refusal then
   return refusal
 end
@@ -40,7 +27,7 @@ redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[6], '*',
   'epoch', ARGV[1], 'seq', ARGV[2], 'holder', ARGV[3], 'stored', ARGV[4], 'removed', ARGV[5])
 -- Last: an error above undoes nothing, and the batch that it cut short must not pass for applied when it is repeated.
 redis.call('HSET', KEYS[1], 'seq', ARGV[2])
--- A set that was emptied and a trimmed stream start anew without an expiry of their own.
+-- A set that was emptied, and a stream that the store threw away, start anew without an expiry of their own.
 redis.call('PEXPIREAT', KEYS[2], expires_at_ms)
 redis.call('PEXPIREAT', KEYS[3], expires_at_ms)
 return 'OK'

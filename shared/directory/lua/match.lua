@@ -5,7 +5,6 @@
 -- ARGV[1] chain of keys, 16 bytes each, end to end
 -- Returns {instance, number of leading keys}, or nil for a worker without a lease.
 
-local KEY_BYTES = 16
 local instance = redis.call('HGET', KEYS[1], 'instance')
 if not instance or redis.call('PEXPIRETIME', KEYS[1]) < 0 then
   return nil  -- a lease without an end is none of ours
@@ -16,10 +15,7 @@ local num_matched = 0
 local chunk = 16
 local at = 1
 while at <= #chain do
-  local keys = {}
-  for from = at, math.min(at + chunk * KEY_BYTES, #chain + 1) - 1, KEY_BYTES do
-    keys[#keys + 1] = string.sub(chain, from, from + KEY_BYTES - 1)
-  end
+  local keys = keys_from(chain, at, chunk)
   local held = redis.call('SMISMEMBER', KEYS[2], unpack(keys))
   for _, is_held in ipairs(held) do
     if is_held == 0 then
@@ -28,6 +24,6 @@ while at <= #chain do
     num_matched = num_matched + 1
   end
   at = at + #keys * KEY_BYTES
-  chunk = math.min(chunk * 4, 2048)  -- unpack puts its values on Lua's stack, which takes under 8,000
+  chunk = math.min(chunk * 4, MAX_UNPACKED)
 end
 return {instance, num_matched}
