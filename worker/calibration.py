@@ -26,6 +26,9 @@ from worker.latency import non_negative_fit
 _PROMPT_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 _DECODE_PROMPT_TOKENS = (32, 512)
 _DECODE_STEPS = 16
+_NUM_REWEIGHTINGS = 30
+_SLOW_WEIGHT = 0.05
+"""Of a sample that took longer than the fit says, against one that took less."""
 _SMALLEST_TOKEN_ID, _LARGEST_TOKEN_ID = 5, 250
 """Ordinary ones in every vocabulary."""
 
@@ -117,13 +120,18 @@ async def calibrate(
 
 
 def fit(samples: Sequence[Sample], name: str, info: EngineInfo, scheme: CacheScheme) -> Calibration:
-    """The profile with the least squared error, each as a share of what was measured. Raises `EngineError`."""
+    """The profile with the least squared error, each as a share of what was measured. Raises `EngineError`.
+
+    What took longer than fitted counts little, so that disturbed samples do not spoil the others: an expectile, not a
+    mean (Newey and Powell, 1987), as of a lower envelope.
+    """
     rows = [[term / sample.elapsed_s for term in sample.terms] for sample in samples]
-    places = range(len(rows[0]) if rows else 0)
-    moments = [[sum(row[i] * row[j] for row in rows) for j in places] for i in places]
-    products = [sum(row[i] for row in rows) for i in places]
-    times_s = [value or 0.0 for value in non_negative_fit(moments, products)]
-    if not times_s or times_s[0] + times_s[1] <= 0.0 or times_s[0] + times_s[3] <= 0.0:
+    weights = [1.0] * len(rows)
+    for _ in range(_NUM_REWEIGHTINGS):
+        times_s = _weighted_fit(rows, weights)
+        shares = [sum(x * y for x, y in zip(row, times_s, strict=True)) for row in rows]
+        weights = [_SLOW_WEIGHT if share < 1.0 else 1.0 for share in shares]
+    if times_s[0] + times_s[1] <= 0.0 or times_s[0] + times_s[3] <= 0.0:
         raise EngineError(f"the {len(samples)} samples do not tell what a step costs")
     step_s, prefill_s_per_token, pair_s, decode_s_per_seq, context_s, request_s = times_s
     profile = LatencyProfile(
@@ -140,6 +148,14 @@ def fit(samples: Sequence[Sample], name: str, info: EngineInfo, scheme: CacheSch
     )
     predicted_s = [sum(x * y for x, y in zip(sample.terms, times_s, strict=True)) for sample in samples]
     return Calibration(profile, list(zip(samples, predicted_s, strict=True)))
+
+
+def _weighted_fit(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+    places = range(len(rows[0]))
+    weighted = list(zip(rows, weights, strict=True))
+    moments = [[sum(weight * row[i] * row[j] for row, weight in weighted) for j in places] for i in places]
+    products = [sum(weight * row[i] for row, weight in weighted) for i in places]
+    return [value or 0.0 for value in non_negative_fit(moments, products)]
 
 
 class _Bench:

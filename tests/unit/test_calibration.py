@@ -57,6 +57,20 @@ def test_what_a_right_profile_predicts_is_what_was_measured():
     assert figures["num_requests"] == 25
 
 
+def test_samples_of_a_disturbed_machine_hardly_move_the_fit():
+    rng = random.Random(2)
+    terms = [(1, n, n * n / 2, 0, 0.0) for n in (16, 64, 128, 256, 512, 1024)]
+    terms += [(16, 0, 0.0, 16 * seqs, 16.0 * seqs * context) for seqs in (1, 2, 4, 8) for context in (32, 512)]
+    samples = []
+    for number, (steps, tokens, pairs, seqs, context) in enumerate(terms):
+        exact_s = 0.02 * steps + 1e-3 * tokens + 1e-7 * pairs + 2e-3 * seqs + 1e-6 * context
+        disturbed_s = exact_s * (rng.uniform(1.5, 4.0) if number % 3 == 1 else 1.0)
+        samples.append(Sample(f"{number}", int(not seqs), steps, tokens, pairs, seqs, context, disturbed_s))
+    profile = fit(samples, "disturbed", make_engine().info, SCHEME).profile
+    assert profile.step_s == pytest.approx(TRUTH.step_s, rel=0.2)
+    assert profile.prefill_s_per_token == pytest.approx(TRUTH.prefill_s_per_token, rel=0.2)
+
+
 def test_errors_are_shares_of_what_was_measured():
     fact, guess = Timed([1], 1, 0.2, 0), Timed([1], 1, 0.25, 0)
     figures = compare([fact, fact], [guess, fact])
