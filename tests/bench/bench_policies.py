@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.requests import RequestTrace
+from shared.vtime import run_virtual
 from tests.support.rack import ask, prompt, rack
-from tests.support.vtime import run_virtual
 
 POLICIES = ("cost", "random", "round_robin", "least_load", "power_of_two", "prefix_hash")
 SEED = 0

@@ -18,9 +18,9 @@ from shared.directory.memory import MemoryDirectory
 from shared.directory.survey import Audited
 from shared.errors import DirectoryUnavailable
 from shared.types import BlockKey, Epoch, WorkerId
+from shared.vtime import run_virtual
 from tests.support.fakes import FakeEngine
 from tests.support.stores import SCHEME, keys, worker_info
-from tests.support.vtime import run_virtual
 from worker.auditor import Auditor, digest_of
 from worker.engines.base import BlockChange
 from worker.publisher import Publisher

@@ -12,8 +12,8 @@ from shared.directory.base import MAX_KEYS_PER_CALL, Reply
 from shared.directory.memory import MemoryDirectory
 from shared.errors import DirectoryUnavailable
 from shared.types import BlockKey, Epoch, EventBatch, WorkerId
+from shared.vtime import run_virtual
 from tests.support.stores import SCHEME, keys, wait_until, worker_info
-from tests.support.vtime import run_virtual
 from worker.backlog import Backlog
 from worker.engines.base import BlockChange
 from worker.publisher import Publisher

@@ -16,10 +16,10 @@ from router.tokenizer import Tokenizer
 from shared.errors import ConfigError, ContextTooLong, EngineError, KvrouteError, Overloaded, WorkerLost
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, WorkerId
+from shared.vtime import run_virtual
 from tests.support.fakes import fake_tokens
 from tests.support.rack import SCHEME, Rack, Slot, ask, mirrored_rack, prompt, rack
 from tests.support.tokenizers import write_model_folder
-from tests.support.vtime import run_virtual
 from worker.engines.base import BlockChange
 from worker.engines.vllm_events import EventTranslator
 

@@ -17,8 +17,8 @@ from shared.transport.client import connect_worker
 from shared.transport.faults import error_of, fault_of
 from shared.transport.listener import Listener
 from shared.types import RouterId
+from shared.vtime import run_virtual
 from tests.support.stores import worker_info
-from tests.support.vtime import run_virtual
 
 
 @pytest.mark.parametrize(

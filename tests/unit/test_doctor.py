@@ -18,8 +18,8 @@ from shared.errors import DirectoryUnavailable, EngineError
 from shared.messages import Inspection
 from shared.transport.inspection import Inspected
 from shared.types import BlockKey, WorkerId, WorkerInfo, WorkerStatus
+from shared.vtime import run_virtual
 from tests.support.stores import SCHEME, epoch, keys, worker_info
-from tests.support.vtime import run_virtual
 
 W1, W2 = WorkerId("w1"), WorkerId("w2")
 PARITY_KEY = b"parity"

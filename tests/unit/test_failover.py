@@ -15,9 +15,9 @@ from router.service import Router
 from shared.errors import AttemptsExhausted, DeadlineExceeded, KvrouteError, Overloaded, StreamBroken, WorkerLost
 from shared.hashing import pack_tokens
 from shared.types import FinishReason, RequestId, Sampling, WorkerId
+from shared.vtime import run_virtual
 from tests.support.fakes import FakeEngine, fake_tokens
 from tests.support.rack import Rack, Slot, ask, prompt, rack
-from tests.support.vtime import run_virtual
 from worker.engines.base import EngineDelta, EngineRequest
 
 PROMPT = prompt(1, 64, tail=1)

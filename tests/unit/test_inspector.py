@@ -13,9 +13,9 @@ from shared.directory.memory import MemoryDirectory
 from shared.errors import EngineError, Overloaded
 from shared.messages import Inspect, Inspection
 from shared.types import WorkerId
+from shared.vtime import run_virtual
 from tests.support.fakes import FakeEngine
 from tests.support.stores import SCHEME, keys, worker_info
-from tests.support.vtime import run_virtual
 from worker.auditor import AuditCounts
 from worker.engines.base import BlockChange
 from worker.inspector import PoolInspector

@@ -14,8 +14,8 @@ from router.service import Router
 from shared.errors import KvrouteError
 from shared.hashing import pack_tokens
 from shared.types import RequestId, Sampling, WorkerId
+from shared.vtime import run_virtual
 from tests.support.rack import ask, assert_no_leftovers, prompt, rack
-from tests.support.vtime import run_virtual
 
 STATUS_INTERVAL_S = 0.1
 REAL = {"token_s": 0.01, "decode_s_per_seq": 0.0005, "prefill_s_per_token": 0.0002, "is_contended": True}

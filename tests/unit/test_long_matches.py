@@ -13,8 +13,8 @@ from shared.directory.connection import Command
 from shared.directory.redis import RedisDirectory
 from shared.errors import DirectoryUnavailable
 from shared.types import WorkerId
+from shared.vtime import run_virtual
 from tests.support.stores import SCHEME, instance, keys
-from tests.support.vtime import run_virtual
 
 W1 = WorkerId("w1")
 DEADLINE_S = 0.02

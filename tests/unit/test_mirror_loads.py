@@ -14,8 +14,8 @@ from shared.directory.base import Reply
 from shared.directory.feed import Entry, EntryId
 from shared.errors import DirectoryUnavailable
 from shared.types import BlockKey, WorkerId
+from shared.vtime import run_virtual
 from tests.support.stores import LONG_LEASE_S, batch, epoch, keys, wait_until, worker_info
-from tests.support.vtime import run_virtual
 from tests.unit.test_mirrored import E1, E2, W1, W2, Reader, Store, reading
 
 LOAD_S = 4.0

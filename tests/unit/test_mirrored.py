@@ -15,9 +15,9 @@ from shared.directory.feed import EntryId
 from shared.directory.mirrored import MirroredDirectory
 from shared.errors import DirectoryUnavailable
 from shared.types import BlockKey, WorkerId
+from shared.vtime import run_virtual
 from tests.support.memory_store import MemoryFeed, MemoryStore
 from tests.support.stores import LONG_LEASE_S, SCHEME, batch, epoch, instance, keys, wait_until, worker_info
-from tests.support.vtime import run_virtual
 from worker.engines.base import BlockChange
 from worker.publisher import Publisher
 

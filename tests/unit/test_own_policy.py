@@ -13,8 +13,8 @@ import pytest
 
 from router.policies import make_policy
 from shared.errors import ConfigError
+from shared.vtime import run_virtual
 from tests.support.rack import ask, prompt, rack
-from tests.support.vtime import run_virtual
 
 README = Path(__file__).parents[2] / "README.md"
 NUM_WORKERS = 4

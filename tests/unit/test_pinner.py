@@ -14,9 +14,9 @@ import pytest
 from shared.directory.pin_board import FOLLOWED_S, MemoryPinBoard, PinReport, PinState, WorkerPins
 from shared.errors import EngineError, InvalidRequest, OutOfBlocks
 from shared.types import WorkerId
+from shared.vtime import run_virtual
 from tests.support.boards import HEARTBEAT_S, LEASE_S, FlakyBoard, Follower
 from tests.support.stores import instance, pin_spec
-from tests.support.vtime import run_virtual
 from worker.engines.base import PinnedPrefix
 
 W1, W2 = WorkerId("w1"), WorkerId("w2")

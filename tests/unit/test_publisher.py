@@ -17,10 +17,10 @@ from shared.directory.base import MAX_KEYS_PER_CALL, Directory, Reply
 from shared.directory.memory import MemoryDirectory
 from shared.errors import DirectoryUnavailable, WorkerIdTaken
 from shared.types import WorkerId
+from shared.vtime import run_virtual
 from tests.support.flaky_directory import Fault, FlakyDirectory
 from tests.support.memory_store import MemoryStore
 from tests.support.stores import SCHEME, epoch, keys, worker_info
-from tests.support.vtime import run_virtual
 from worker.engines.base import BlockChange
 from worker.publisher import Publisher
 

@@ -17,10 +17,10 @@ from shared.directory.mirrored import MirroredDirectory
 from shared.errors import DirectoryUnavailable, InvalidRequest, NoWorker, Overloaded, WorkerLost
 from shared.hashing import pack_tokens
 from shared.types import RequestId, Sampling, WorkerId
+from shared.vtime import run_virtual
 from tests.support.fakes import fake_tokens
 from tests.support.memory_store import MemoryFeed, MemoryStore
 from tests.support.rack import SCHEME, Rack, Slot, ask, assert_no_leftovers, mirrored_rack, prompt, rack
-from tests.support.vtime import run_virtual
 
 SLOW = {"token_s": 0.005, "prefill_s_per_token": 0.001}
 

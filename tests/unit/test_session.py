@@ -14,7 +14,7 @@ from shared.transport.base import Timings
 from shared.transport.channel import LocalChannel, local_pair
 from shared.transport.session import RequestKey, Session
 from shared.types import FinishReason, Instance, RequestId, RouterId, WorkerStatus
-from tests.support.vtime import run_virtual
+from shared.vtime import run_virtual
 
 A: RequestKey = (RequestId("a"), 0)
 B: RequestKey = (RequestId("b"), 1)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.support.vtime import VirtualTimeDeadlock, run_virtual
+from shared.vtime import VirtualTimeDeadlock, run_virtual
 
 
 def test_timers_fire_in_order_without_waiting_for_the_wall_clock() -> None:

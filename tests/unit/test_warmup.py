@@ -30,6 +30,7 @@ from shared.directory.redis_pin_board import RedisPinBoard
 from shared.errors import ConfigError, DirectoryUnavailable, NoWorker, UnknownPin
 from shared.hashing import pack_tokens
 from shared.types import WorkerId
+from shared.vtime import run_virtual
 from tests.support.boards import FlakyBoard, Follower
 from tests.support.stores import (
     LONG_LEASE_S,
@@ -44,7 +45,6 @@ from tests.support.stores import (
     worker_info,
 )
 from tests.support.tokenizers import write_model_folder
-from tests.support.vtime import run_virtual
 
 __all__ = ["embedded_store"]
 

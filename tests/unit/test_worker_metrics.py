@@ -15,11 +15,11 @@ from shared.directory.memory import MemoryDirectory
 from shared.directory.pin_board import MemoryPinBoard
 from shared.telemetry import Readings
 from shared.types import CacheScheme, WorkerId
+from shared.vtime import run_virtual
 from tests.support.boards import Follower
 from tests.support.fakes import FakeEngine
 from tests.support.flaky_directory import FlakyDirectory
 from tests.support.stores import SCHEME, embedded_store, keys, pin_spec, wait_until, worker_info
-from tests.support.vtime import run_virtual
 from tests.unit.test_telemetry import samples
 from worker import process
 from worker.auditor import AuditCounts

@@ -22,12 +22,12 @@ from shared.directory.mirrored import MirroredDirectory
 from shared.directory.redis import RedisDirectory
 from shared.errors import WorkerIdTaken
 from shared.types import BlockKey, WorkerId
+from shared.vtime import run_virtual
 from tests.support.flaky_directory import FlakyDirectory
 from tests.support.memory_store import MemoryFeed, MemoryStore, SavedStore
 from tests.support.servers import redis_cluster, redis_server
 from tests.support.shrink import shortest_failing
 from tests.support.stores import SCHEME, STORES, Bench, Store, embedded_store, key, redis_bench, worker_info
-from tests.support.vtime import run_virtual
 from worker.engines.base import BlockChange
 from worker.publisher import Publisher
 

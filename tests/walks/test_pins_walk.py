@@ -13,10 +13,10 @@ from shared.directory.pin_board import MemoryPinBoard, PinSpec, PinState, Revisi
 from shared.errors import EngineError, PinRefused
 from shared.hashing import unpack_tokens
 from shared.types import WorkerId
+from shared.vtime import run_virtual
 from tests.support.boards import FlakyBoard, Follower
 from tests.support.fakes import FakeEngine
 from tests.support.stores import SCHEME, embedded_store, pin_spec, redis_board
-from tests.support.vtime import run_virtual
 
 __all__ = ["embedded_store"]
 

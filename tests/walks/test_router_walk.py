@@ -17,10 +17,10 @@ from shared.directory.memory import MemoryDirectory
 from shared.errors import StreamBroken, TransientError, WorkerIdTaken
 from shared.hashing import pack_tokens
 from shared.types import FinishReason, RequestId, Sampling, WorkerId
+from shared.vtime import run_virtual
 from tests.support.fakes import fake_tokens
 from tests.support.flaky_directory import FlakyDirectory
 from tests.support.rack import SCHEME, Rack, assert_no_leftovers, prompt, rack
-from tests.support.vtime import run_virtual
 
 NUM_STEPS = 120
 NUM_WORKERS = 3

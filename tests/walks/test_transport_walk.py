@@ -14,10 +14,10 @@ from shared.messages import Delta
 from shared.transport.base import DeltaStream, Timings
 from shared.transport.client import ChannelClient
 from shared.types import FinishReason
+from shared.vtime import run_virtual
 from tests.support.channels import FaultyConnect
 from tests.support.fakes import FakeEngine, fake_tokens
 from tests.support.transport import Rig, running, submit, tokens_of, until
-from tests.support.vtime import run_virtual
 from worker.host import HostLimits
 
 NUM_STEPS = 150
