@@ -25,6 +25,7 @@ from shared.errors import (
     DeadlineExceeded,
     DirectoryUnavailable,
     EngineError,
+    Outpaced,
     Overloaded,
     StreamBroken,
     WorkerLeft,
@@ -35,6 +36,9 @@ from shared.telemetry import Metrics
 from shared.types import BlockKey, CacheScheme, FinishReason, RouterId, WorkerId
 
 logger = logging.getLogger(__name__)
+
+_MAX_REFUSALS = 8
+"""A request that was outpaced on so many workers is taken by the next whatever waits there."""
 
 
 class Router:
@@ -141,9 +145,9 @@ class Router:
             if sent:
                 left = continued(request, sent)
                 keys = self._keys(left)
-                trace.num_continuations += 1
-            placement = await self._place(left, keys, frozenset(trace.failed_workers), trace.received_at_s)
+            placement = await self._place(left, keys, trace)
             trace.num_attempts += 1
+            trace.num_continuations += bool(sent)
             try:
                 async with aclosing(self._on_worker(left, placement, trace, is_continued=bool(sent))) as generated:
                     async for item in generated:
@@ -151,6 +155,11 @@ class Router:
                         finish = item.finish
                         yield item
                 self.fleet.note_finished(placement.booking)
+            except Outpaced:
+                # As if it had not been sent: the worker has told its load, so that it is weighed by that now.
+                trace.num_attempts -= 1
+                trace.num_continuations -= bool(sent)
+                trace.num_refusals += 1
             except (WorkerLost, EngineError, Overloaded) as error:
                 trace.failed_workers.append(placement.booking.worker)
                 self.metrics.note_failover("stream" if sent else "before_first_token")
@@ -195,13 +204,17 @@ class Router:
                 f"the request's deadline is {left_s:.3g} s away, and its prompt alone takes {least_s:.3g} s"
             )
 
-    async def _place(
-        self, request: GenerateRequest, keys: Sequence[BlockKey], failed: frozenset[WorkerId], received_at_s: float
-    ) -> Placement:
+    async def _place(self, request: GenerateRequest, keys: Sequence[BlockKey], trace: RequestTrace) -> Placement:
         """Wait for a worker, for as long as the request's deadline leaves."""
         try:
             async with asyncio.timeout_at(request.deadline_at_s):
-                return await self.queue.place(request, keys, failed, received_at_s)
+                return await self.queue.place(
+                    request,
+                    keys,
+                    frozenset(trace.failed_workers),
+                    trace.received_at_s,
+                    is_again=trace.num_attempts + trace.num_refusals > 0,
+                )
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while it waited for a worker") from None
 
@@ -250,16 +263,18 @@ class Router:
             logger.debug("request %s to %s: %s", request.request, booking.worker, placement.ranking.explain())
         trace.explain = placement.ranking.explain
         is_whole = False
+        is_unconditional = trace.num_refusals >= _MAX_REFUSALS
         try:
             deltas = booking.client.submit(
                 request.request,
-                trace.num_attempts,
+                trace.num_attempts + trace.num_refusals,
                 request.token_ids,
                 request.sampling,
                 salt=request.salt,
                 adapter=request.adapter,
                 priority=request.priority,
                 matched_tokens=placement.matched_tokens,
+                max_queued_tokens=None if is_unconditional else placement.ranking.max_queued_tokens,
             )
             booking.submit = booking.client.last_submit
             deadline_at_s = request.deadline_at_s

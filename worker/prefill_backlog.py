@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from shared.errors import Outpaced
+
 
 class PrefillBacklog:
     """Uncached prompt tokens of the requests that have no first token yet, less what the engine has computed of them.
@@ -42,6 +44,11 @@ class PrefillBacklog:
         """What is left, where the engine has computed `num_prefilled` prompt tokens since its start."""
         head = next(iter(self._request_to_tokens.values()), 0)
         return self._num_tokens - min(head, max(0, num_prefilled - self._num_settled))
+
+    def check_within(self, max_tokens: int | None, num_prefilled: int) -> None:
+        """Raises `Outpaced` where more than this is left. `None`: anything is within it."""
+        if max_tokens is not None and (num_tokens := self.num_tokens(num_prefilled)) > max_tokens:
+            raise Outpaced(f"{num_tokens} tokens are to be prefilled before the request, which allows {max_tokens}")
 
     def _remove(self, request: Hashable) -> bool:
         num_tokens = self._request_to_tokens.pop(request, None)

@@ -70,11 +70,15 @@ class EngineRequests:
         await self._idle.wait()
 
     def start(self, session: Session, submit: Submit) -> None:
-        """Begin one request. Modifies. Raises `InvalidRequest` or `ContextTooLong` if it cannot be served."""
+        """Begin one request. Modifies.
+
+        Raises `InvalidRequest` or `ContextTooLong` if it cannot be served, `Outpaced` if too much is before it.
+        """
         key = (submit.request, submit.attempt)
         if key in self._live.get(session, ()):
             raise InvalidRequest(f"request {submit.request}, attempt {submit.attempt} is already under way")
         live = _Live(session, key, self._checked(submit))
+        self._backlog.check_within(submit.max_queued_tokens, self._engine.num_prefilled_tokens)
         num_uncached_tokens = max(0, len(submit.token_ids) // TOKEN_SIZE_BYTES - submit.matched_tokens)
         self._live.setdefault(session, {})[key] = live
         self.num_live += 1

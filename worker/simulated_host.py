@@ -13,7 +13,7 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from shared.errors import KvrouteError
+from shared.errors import KvrouteError, Outpaced
 from shared.hashing import TOKEN_SIZE_BYTES
 from shared.messages import Delta
 from shared.transport.base import OnChange
@@ -47,6 +47,8 @@ class SimulatedHost:
         self.instance = instance
         self.lag_s = lag_s
         self.num_submitted = 0
+        self.num_outpaced = 0
+        """Submits that were refused since others came first; not among the submitted."""
         self._engine = engine
         self._engine_info = engine_info
         self._status_interval_s = status_interval_s
@@ -119,6 +121,12 @@ class SimulatedHost:
         """A submit has arrived."""
         client = stream.client
         client.num_arrived = stream.number
+        try:
+            self._backlog.check_within(stream.max_queued_tokens, self._engine.num_prefilled_tokens)
+        except Outpaced as error:
+            self.num_outpaced += 1
+            self._later(client, client.take_refusal, stream, error, self.status(), client.num_arrived)
+            return
         self.num_submitted += 1
         try:
             stream.sequence = self._engine.submit(
@@ -193,6 +201,7 @@ class SimulatedStream:
         attempt: int,
         priority: int,
         matched_tokens: int,
+        max_queued_tokens: int | None,
     ) -> None:
         self.client = client
         self.number = number
@@ -200,6 +209,7 @@ class SimulatedStream:
         self.attempt = attempt
         self.priority = priority
         self.matched_tokens = matched_tokens
+        self.max_queued_tokens = max_queued_tokens
         self.num_told = 0
         self.sequence: Simulated | None = None
         self._deltas: deque[Delta] = deque()
@@ -301,9 +311,10 @@ class SimulatedClient:
         adapter: str = "",
         priority: int = 0,
         matched_tokens: int = 0,
+        max_queued_tokens: int | None = None,
     ) -> SimulatedStream:
         self.last_submit += 1
-        stream = SimulatedStream(self, self.last_submit, request, attempt, priority, matched_tokens)
+        stream = SimulatedStream(self, self.last_submit, request, attempt, priority, matched_tokens, max_queued_tokens)
         self.send(self.host.submit, stream, token_ids, sampling, salt, adapter)
         return stream
 
@@ -330,6 +341,11 @@ class SimulatedClient:
         self.acknowledged_submit = last_submit
         if is_change:
             self._on_change()
+
+    def take_refusal(self, stream: SimulatedStream, error: Outpaced, status: WorkerStatus, last_submit: int) -> None:
+        """The worker did not take a request; its load tells why."""
+        stream.fail(error)
+        self.take([], status, last_submit)
 
     async def close(self) -> None:
         self.host.detach(self)

@@ -157,6 +157,9 @@ class Costs:
     sent elsewhere. `None`: always."""
     lacks_blocks: Flags | None = None
     """(requests, workers): whether it waits only because the worker has too few free blocks. `None`: never."""
+    max_queued_s: Floats | None = None
+    """(requests, workers): the worker is to take the request only if there is no more than this to prefill before it,
+    for another router may have been faster; a refusal costs a round trip. `None`: whatever there is."""
     terms: Mapping[str, Floats] = field(default_factory=dict)
     """Parts of `total` by name, for people: (requests, workers), or (workers,) where equal for all requests."""
 
@@ -202,14 +205,19 @@ class Ranking:
     total: Floats
     matched_tokens: Ints
     terms: Mapping[str, Floats]
+    max_queued_tokens: int | None = None
+    """Most that the chosen worker may have to prefill before the request. `None`: any."""
 
     @classmethod
     def of_row(cls, costs: Costs, loads: Loads, requests: Requests, row: int, best: int) -> Ranking:
         """The ranking of one request. One among several is copied, so that it does not keep the others alive."""
+        max_queued_tokens = None
+        if costs.max_queued_s is not None:
+            max_queued_tokens = int(costs.max_queued_s[row, best] / loads.prefill_s_per_token[best])
         total, terms = costs.total[row], {n: term if term.ndim == 1 else term[row] for n, term in costs.terms.items()}
         if len(requests) > 1:
             total, terms = total.copy(), {name: term.copy() for name, term in terms.items()}
-        return cls(loads.workers, best, total, requests.matched_tokens[row].copy(), terms)
+        return cls(loads.workers, best, total, requests.matched_tokens[row].copy(), terms, max_queued_tokens)
 
     @property
     def order(self) -> list[WorkerId]:

@@ -137,12 +137,14 @@ class WorkerClient(Protocol):
         adapter: str = "",
         priority: int = 0,
         matched_tokens: int = 0,
+        max_queued_tokens: int | None = None,
     ) -> DeltaStream:
         """Submit one sequence, at once (the submit is numbered before this returns), and give its deltas.
 
         The iterator yields each token once and in order and ends after the delta with `finish`. It raises the error
         that the worker reports (`InvalidRequest`, `EngineError`, `Overloaded`), and `WorkerLost` when the worker or
-        the connection is gone for good. Closing it early, or cancelling the task that waits for it, cancels the request
+        the connection is gone for good. With `max_queued_tokens` a worker that has more uncached prompt tokens before
+        it than that, by whichever router, does not take the request: that is `Outpaced`, and `status` is as of then. Closing it early, or cancelling the task that waits for it, cancels the request
         at the worker. `request` and `attempt` together are new to this client, or `ValueError`. What no worker
         could read, since it is too large or out of the protocol's range, is an `InvalidRequest` and takes no number.
         """
