@@ -30,6 +30,7 @@ from shared.errors import (
     StreamBroken,
     WorkerLeft,
     WorkerLost,
+    WorkerSilent,
 )
 from shared.hashing import block_keys, root_key
 from shared.telemetry import Metrics
@@ -222,6 +223,9 @@ class Router:
         """Hold an attempt's end against its worker, and tell whether it may speak against the request. Modifies."""
         if isinstance(error, Overloaded):
             self.fleet.rest(booking.worker, error.retry_after_s)
+        elif isinstance(error, WorkerSilent):
+            # Its next word ends this: there is nothing to probe.
+            return True
         elif not isinstance(error, WorkerLeft):
             self.fleet.note_failure(booking, error)
             return True
@@ -277,6 +281,7 @@ class Router:
                 max_queued_tokens=None if is_unconditional else placement.ranking.max_queued_tokens,
             )
             booking.submit = booking.client.last_submit
+            booking.movable = deltas
             deadline_at_s = request.deadline_at_s
             async with aclosing(deltas):
                 async for delta in deltas if deadline_at_s is None else UntilDeadline(deltas, deadline_at_s):
@@ -284,6 +289,8 @@ class Router:
                         trace.cached_tokens = delta.cached_tokens
                     if not booking.has_first_token:
                         self.fleet.note_first_token(booking)
+                        if reasons_against_continuing(request.sampling):
+                            booking.movable = None
                         self.hints.settle(placement.promise)
                     if trace.first_token_at_s is None and delta.token_ids:
                         trace.first_token_at_s = self._clock()

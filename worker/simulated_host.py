@@ -259,6 +259,12 @@ class SimulatedStream:
                 self._waiter = None
         raise StopAsyncIteration
 
+    def give_up(self, error: KvrouteError) -> None:
+        if not self._is_over:
+            self.client.send(self.client.host.cancel, self)
+            self._deltas.clear()
+            self.fail(error)
+
     async def aclose(self) -> None:
         if not self._is_over:
             self._is_over = True
@@ -270,6 +276,7 @@ class SimulatedClient:
 
     is_connected = True
     is_lost = False
+    num_silences = 0
 
     def __init__(self, host: SimulatedHost, on_change: OnChange) -> None:
         self.host = host
