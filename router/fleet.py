@@ -199,7 +199,8 @@ class Fleet:
             self._unwritten.add(worker)
             if member.client.num_silences:
                 self._note_silence(member)
-            elif member.state == "silent":
+            elif member.is_silent and member.client.is_connected:
+                member.is_silent = False
                 logger.warning("worker %s speaks again", worker)
             self._check_state(member)
         self._on_change()
@@ -207,9 +208,10 @@ class Fleet:
     def _note_silence(self, member: Member) -> None:
         """A worker has kept silent once more: what would come to it goes elsewhere, and then what it has under way."""
         worker, num_silences = member.record.info.worker, member.client.num_silences
-        if num_silences == 1:
+        if not member.is_silent:
+            member.is_silent = True
             logger.warning("worker %s has fallen silent: it gets nothing new until it speaks again", worker)
-        elif any(self._state(other, self._clock()) == "ready" for other in self._members.values()):
+        if num_silences > 1 and any(self._state(other, self._clock()) == "ready" for other in self._members.values()):
             num_moved = member.claims.give_up(WorkerSilent(f"worker {worker} has fallen silent"))
             if num_moved:
                 logger.warning("worker %s is silent still: %s requests of it go elsewhere", worker, num_moved)

@@ -24,6 +24,8 @@ class Member:
     last_booking: int = 0
     """The number of the last send that went to it, of all sends of this router."""
     probe: asyncio.Task[None] | None = None
+    is_silent: bool = False
+    """Whether its silence has been told of, and no word of it since."""
     state: str = "away"
     """As of the last roll call."""
     column: int | None = None
