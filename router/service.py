@@ -38,8 +38,8 @@ from shared.types import BlockKey, CacheScheme, FinishReason, RouterId, WorkerId
 
 logger = logging.getLogger(__name__)
 
-_MAX_REFUSALS = 8
-"""A request that was outpaced on so many workers is taken by the next whatever waits there."""
+MAX_REFUSALS = 8
+"""Times that a request may come to a worker too late; then the next takes it, whatever waits there before it."""
 
 
 class Router:
@@ -73,6 +73,9 @@ class Router:
         self._policy = policy
         self._max_attempts = max_attempts
         self._queue_timeout_s = queue_timeout_s
+        self.num_outpaced = 0
+        """Submits that workers did not take, since requests of others had come first."""
+        metrics.add_counter("kvroute_outpaced", "Submits that came to a worker too late.", lambda: self.num_outpaced)
         self.hints = Hints(clock)
         self.fleet = Fleet(
             directory,
@@ -161,6 +164,7 @@ class Router:
                 trace.num_attempts -= 1
                 trace.num_continuations -= bool(sent)
                 trace.num_refusals += 1
+                self.num_outpaced += 1
             except (WorkerLost, EngineError, Overloaded) as error:
                 trace.failed_workers.append(placement.booking.worker)
                 self.metrics.note_failover("stream" if sent else "before_first_token")
@@ -267,7 +271,7 @@ class Router:
             logger.debug("request %s to %s: %s", request.request, booking.worker, placement.ranking.explain())
         trace.explain = placement.ranking.explain
         is_whole = False
-        is_unconditional = trace.num_refusals >= _MAX_REFUSALS
+        is_unconditional = trace.num_refusals >= MAX_REFUSALS
         try:
             deltas = booking.client.submit(
                 request.request,
