@@ -14,14 +14,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from shared.errors import KvrouteError, Outpaced
-from shared.hashing import TOKEN_SIZE_BYTES
 from shared.messages import Delta
 from shared.transport.base import OnChange
 from shared.types import FinishReason, Instance, RequestId, Sampling, WorkerId, WorkerStatus
 from worker.engines.base import EngineDelta, EngineInfo
 from worker.engines.simulated import Simulated
 from worker.engines.simulator import SimulatorEngine
-from worker.prefill_backlog import PrefillBacklog
+from worker.prefill_backlog import PrefillBacklog, Prompt
 
 
 class SimulatedHost:
@@ -121,8 +120,10 @@ class SimulatedHost:
         """A submit has arrived."""
         client = stream.client
         client.num_arrived = stream.number
+        prompt = Prompt(token_ids, salt, adapter)
+        num_prefilled = self._engine.num_prefilled_tokens
         try:
-            self._backlog.check_within(stream.max_queued_tokens, self._engine.num_prefilled_tokens)
+            num_shared_tokens = self._backlog.admit(prompt, stream.max_queued_tokens, num_prefilled)
         except Outpaced as error:
             self.num_outpaced += 1
             self._later(client, client.take_refusal, stream, error, self.status(), client.num_arrived)
@@ -143,8 +144,7 @@ class SimulatedHost:
             self._later(client, stream.fail, error)
             return
         self._num_live += 1
-        num_uncached_tokens = max(0, len(token_ids) // TOKEN_SIZE_BYTES - stream.matched_tokens)
-        self._backlog.add(stream, num_uncached_tokens, self._engine.num_prefilled_tokens)
+        self._backlog.add(stream, prompt, max(stream.matched_tokens, num_shared_tokens), num_prefilled)
 
     def cancel(self, stream: SimulatedStream) -> None:
         """A cancel has arrived."""

@@ -24,9 +24,16 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 
 
-def submit_within(client: WorkerClient, request: str, max_queued_tokens: int | None, attempt: int = 0) -> DeltaStream:
+def submit_within(
+    client: WorkerClient, request: str, max_queued_tokens: int | None, *, first: int = 1, attempt: int = 0
+) -> DeltaStream:
+    """Of a prompt that has nothing in common with those that begin otherwise."""
     return client.submit(
-        RequestId(request), attempt, pack_tokens(PROMPT), Sampling(max_tokens=20), max_queued_tokens=max_queued_tokens
+        RequestId(request),
+        attempt,
+        pack_tokens([first, *PROMPT]),
+        Sampling(max_tokens=20),
+        max_queued_tokens=max_queued_tokens,
     )
 
 
@@ -52,18 +59,22 @@ async def test_a_worker_with_too_much_before_a_submit_refuses_it_and_tells_its_l
             await stream.aclose()
 
 
-async def test_of_submits_that_arrive_together_one_is_taken(kind: Kind, tmp_path: Path) -> None:
-    async with running(kind, tmp_path) as rig:
+async def test_of_submits_that_arrive_together_one_is_taken_and_with_it_those_of_the_same_prompt(
+    kind: Kind, tmp_path: Path
+) -> None:
+    async with running(kind, tmp_path, engine=FakeEngine(prefill_s_per_token=60.0)) as rig:
         clients = [(await rig.connected(router=f"r{number}"))[0] for number in range(4)]
-        answers = await asyncio.gather(
-            *(collect(submit_within(client, "a", 0)) for client in clients for _ in "a"), return_exceptions=True
-        )
-        taken = [answer for answer in answers if not isinstance(answer, Outpaced)]
-        assert [tokens_of(answer) for answer in taken] == [fake_tokens(PROMPT, 20)] * len(taken)
-        assert len(taken) == rig.engine.num_submitted >= 1
-        # Whoever was late is taken once nothing is before it.
-        for client in clients:
-            assert tokens_of(await collect(submit_within(client, "a", 0, attempt=1))) == fake_tokens(PROMPT, 20)
+        streams = [submit_within(client, "a", 0, first=number % 2) for number, client in enumerate(clients)]
+        reading = [asyncio.create_task(collect(stream)) for stream in streams]
+        await until(lambda: rig.engine.num_live == 2 and sum(task.done() for task in reading) == 2)
+        late = [number for number, task in enumerate(reading) if task.done()]
+        assert late in ([0, 2], [1, 3])
+        assert [type(reading[number].exception()) for number in late] == [Outpaced] * 2
+        # What both have in common is computed once.
+        assert rig.host.status().queued_prefill_tokens == 1 + len(PROMPT)
+        for task in reading:
+            task.cancel()
+        await asyncio.wait(reading)
 
 
 async def test_a_worker_is_silent_while_its_statuses_stay_away_and_no_longer(kind: Kind, tmp_path: Path) -> None:
