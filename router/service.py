@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 MAX_REFUSALS = 8
 """Times that a request may come to a worker too late; then the next takes it, whatever waits there before it."""
+_LENIENCE = 0.5
+"""Each of those times has cost a round trip, so that by this share more may be before it the next time."""
 
 
 class Router:
@@ -271,7 +273,6 @@ class Router:
             logger.debug("request %s to %s: %s", request.request, booking.worker, placement.ranking.explain())
         trace.explain = placement.ranking.explain
         is_whole = False
-        is_unconditional = trace.num_refusals >= MAX_REFUSALS
         try:
             deltas = booking.client.submit(
                 request.request,
@@ -282,7 +283,7 @@ class Router:
                 adapter=request.adapter,
                 priority=request.priority,
                 matched_tokens=placement.matched_tokens,
-                max_queued_tokens=None if is_unconditional else placement.ranking.max_queued_tokens,
+                max_queued_tokens=_max_queued_tokens(placement, trace.num_refusals),
             )
             booking.submit = booking.client.last_submit
             booking.movable = deltas
@@ -332,3 +333,11 @@ class Router:
         """All metrics as of now, as a Prometheus server reads them."""
         self.metrics.note_workers(self.fleet.state_to_count(), self.fleet.cache_unaware)
         return self.metrics.render()
+
+
+def _max_queued_tokens(placement: Placement, num_refusals: int) -> int | None:
+    """What may be before the request at the worker that it is bound to; `None` for whatever there is."""
+    max_queued_tokens = placement.ranking.max_queued_tokens
+    if max_queued_tokens is None or num_refusals >= MAX_REFUSALS:
+        return None
+    return round(max_queued_tokens * (1.0 + _LENIENCE * num_refusals))

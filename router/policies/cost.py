@@ -77,13 +77,17 @@ class CostPolicy:
             tie_hashes=requests.next_hashes,
             can_send=can_send,
             lacks_blocks=is_ready ^ can_send,
-            max_queued_s=np.broadcast_to(bound_s, can_send.shape) if fleet.num_routers > 1 else None,
+            max_queued_s=self._max_queued_s(loads, requests) if fleet.num_routers > 1 else None,
             terms={"own_s": own_s, **terms},
         )
 
     def is_ready(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Flags:
         """Whether a worker would have nothing to prefill before another word from it could reach this router."""
         return loads.has_free_slot & (loads.queued_prefill_s < self._bound_s(loads, fleet, age_s))
+
+    def _max_queued_s(self, loads: Loads, requests: Requests) -> Floats:
+        """What the worker may have to prefill when the request is there: no word from it has to be waited for then."""
+        return loads.step_budget_s + self._weights.patience * requests.age_s[:, None]
 
     def _bound_s(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Floats:
         """A worker that has less than this to prefill would have nothing left before another request could come."""
