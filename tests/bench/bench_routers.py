@@ -20,9 +20,9 @@ from itertools import product
 
 from router.generated import generated_lines
 from router.policies import make_policy
-from router.replay import saturated_rate_per_s
+from router.replay import Simulate, saturated_rate_per_s
 from router.replay_report import PolicyReport, report
-from router.simulation import Arrival, FleetResult, FleetSpec, simulate
+from router.simulation import Arrival, FleetSpec, simulate
 from router.tables import table
 from router.traces import parse_trace, read_trace
 from router.workload import Workload, arrival_times_s, select
@@ -41,8 +41,6 @@ BURST_REQUESTS = 32
 BURST_PROMPT_TOKENS = 8192
 BURST_AT_S = 3.0
 """By then every router has heard of the others."""
-
-Simulate = Callable[[FleetSpec, str, Workload | list[Arrival]], FleetResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ def rows(
     """Simulate every situation, one router first."""
 
     def figures(workload: Workload, num_routers: int, lag_s: float) -> tuple[PolicyReport, int]:
-        result = run(replace(spec, num_routers=num_routers, lag_s=lag_s), POLICY, workload)
+        result = run(replace(spec, num_routers=num_routers, lag_s=lag_s), make_policy(POLICY), workload)
         possible = workload.possible_cached_tokens(spec.block_size_tokens)
         return report(POLICY, result, slo=SLO, possible_cached_tokens=possible), result.num_refusals
 
@@ -143,7 +141,7 @@ def burst(spec: FleetSpec, run: Simulate) -> Burst:
     """Deal equal prompts that nobody holds to the routers, all at once."""
     rng = random.Random(spec.seed)
     prompt = pack_tokens([rng.randrange(30_000) for _ in range(BURST_PROMPT_TOKENS)])
-    result = run(spec, POLICY, [Arrival(BURST_AT_S, prompt, 100)] * BURST_REQUESTS)
+    result = run(spec, make_policy(POLICY), [Arrival(BURST_AT_S, prompt, 100)] * BURST_REQUESTS)
     ttfts_s = [one.first_token_at_s - one.arrived_at_s for one in result.outcomes if one.first_token_at_s is not None]
     return Burst(
         lag_s=spec.lag_s,
@@ -195,7 +193,7 @@ def text(found: Sequence[Row], bursts: Sequence[Burst]) -> str:
     return f"{table(lines)}\n\n{BURST_REQUESTS} equal cold prompts of {BURST_PROMPT_TOKENS:,} tokens\n{table(head)}"
 
 
-def main(arguments: Sequence[str] | None = None, run: Simulate | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, run: Simulate = simulate) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description="Several routers against one on a simulated fleet.")
     parser.add_argument("--proof", action="store_true", help="all that is claimed; some ten minutes")
     parser.add_argument("--routers", type=_listed(int), metavar="N,N")
@@ -210,7 +208,6 @@ def main(arguments: Sequence[str] | None = None, run: Simulate | None = None) ->
     lags_s = given.lags_s or (PROOF_LAGS_S if given.proof else PROOF_LAGS_S[:1])
     loads = given.loads or (PROOF_LOADS if given.proof else SHORT_LOADS)
 
-    run = run or (lambda spec, policy, arrivals: simulate(spec, make_policy(policy), arrivals))
     spec = FleetSpec(NUM_WORKERS, PROFILE, num_blocks=given.blocks, seed=given.seed)
     if trace_path().is_file():
         name, trace = MOONCAKE, read_trace(trace_path())
@@ -225,9 +222,7 @@ def main(arguments: Sequence[str] | None = None, run: Simulate | None = None) ->
         limit=given.requests or (PROOF_REQUESTS if given.proof else SHORT_REQUESTS),
         max_prompt_tokens=MAX_PROMPT_TOKENS,
     )
-    saturated_per_s = saturated_rate_per_s(
-        spec, requests, run=lambda spec, policy, arrivals: run(spec, policy.name, arrivals)
-    )
+    saturated_per_s = saturated_rate_per_s(spec, requests, run=run)
 
     def workload_of(load: float) -> Workload:
         rng = random.Random(given.seed)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
-from router.service import Router
 from shared.transport.base import Timings
 from shared.transport.pulse import Pulse
 from shared.types import FinishReason, WorkerId
 from shared.vtime import VirtualTimeLoop, run_virtual
-from tests.support.channels import FaultyConnect
 from tests.support.fakes import fake_tokens
-from tests.support.rack import Rack, ask, prompt, rack
+from tests.support.lines import lines_to
+from tests.support.rack import ask, prompt
 from tests.unit.test_failover import GREEDY, SEEDED, WHOLE, read, when
 
 PULSE_S = Timings().pulse_s
@@ -22,44 +18,9 @@ SLOW = {"token_s": 0.5, "prefill_s_per_token": 0.1}
 """A prompt takes longer, and so does an answer, than it takes until a silent worker is given up."""
 
 
-@dataclass
-class _Lines:
-    """Workers, a router, and the connections in between."""
-
-    workers: Rack
-    router: Router
-    worker_to_connect: dict[WorkerId, FaultyConnect]
-
-    def freeze(self, *workers: WorkerId) -> None:
-        """Let the router hear nothing more of these."""
-        for worker in workers:
-            self.worker_to_connect[worker].channel.stall()
-
-    def thaw(self, *workers: WorkerId) -> None:
-        for worker in workers:
-            self.worker_to_connect[worker].channel.flow()
-
-    def busy(self) -> WorkerId:
-        """The one worker whose engine has something to do."""
-        slots = self.workers.worker_to_slot
-        (busy,) = [worker for worker, slot in slots.items() if slot.engine.num_live]
-        return busy
-
-
-@asynccontextmanager
-async def _lines(num_workers: int, policy: str = "cost", **engine: object) -> AsyncIterator[_Lines]:
-    async with rack(num_workers, **engine) as workers:
-        connects: dict[WorkerId, FaultyConnect] = {}
-        for worker, slot in workers.worker_to_slot.items():
-            connects[worker] = FaultyConnect(slot.host.open_local)
-            slot.host.open_local = connects[worker]  # type: ignore[method-assign]
-        async with workers.router(policy) as router:
-            yield _Lines(workers, router, connects)
-
-
 def test_a_silent_worker_gets_nothing_new_until_its_next_word() -> None:
     async def scenario() -> None:
-        async with _lines(2) as lines:
+        async with lines_to(2) as lines:
             await ask(lines.router, "warm", prompt(1, 320, tail=0))
             silent = next(worker for worker, slot in lines.workers.worker_to_slot.items() if slot.engine.num_submitted)
             lines.freeze(silent)
@@ -84,7 +45,7 @@ def test_a_silent_worker_gets_nothing_new_until_its_next_word() -> None:
 
 def test_where_all_are_silent_requests_are_sent_as_ever() -> None:
     async def scenario() -> None:
-        async with _lines(2) as lines:
+        async with lines_to(2) as lines:
             lines.freeze(*lines.worker_to_connect)
             await asyncio.sleep(3.1 * PULSE_S)
             asking = asyncio.create_task(ask(lines.router, "a", prompt(1, 64, tail=1)))
@@ -98,7 +59,7 @@ def test_where_all_are_silent_requests_are_sent_as_ever() -> None:
 
 def test_a_request_without_a_token_leaves_a_worker_that_stays_silent() -> None:
     async def scenario() -> None:
-        async with _lines(2, **SLOW) as lines:
+        async with lines_to(2, **SLOW) as lines:
             asking = asyncio.create_task(read(lines.router, SEEDED))
             await when(lambda: any(slot.engine.num_live for slot in lines.workers.worker_to_slot.values()))
             silent = lines.busy()
@@ -118,7 +79,7 @@ def test_a_request_without_a_token_leaves_a_worker_that_stays_silent() -> None:
 
 def test_an_answer_that_may_continue_leaves_a_worker_that_stays_silent_and_another_waits_for_it() -> None:
     async def scenario() -> None:
-        async with _lines(2, "round_robin", token_s=0.5) as lines:
+        async with lines_to(2, "round_robin", token_s=0.5) as lines:
             samplings = [GREEDY, GREEDY, SEEDED, SEEDED]
             began = asyncio.Semaphore(0)
             reading = [
