@@ -193,6 +193,7 @@ def rendezvous(hashes: Hashes, worker_hashes: Hashes) -> Hashes:
 
 
 _HEAVIEST = np.uint64(2**64 - 1)
+_ANY_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,7 +214,8 @@ class Ranking:
         """The ranking of one request. One among several is copied, so that it does not keep the others alive."""
         max_queued_tokens = None
         if costs.max_queued_s is not None:
-            max_queued_tokens = int(costs.max_queued_s[row, best] / loads.prefill_s_per_token[best])
+            # More than any queue, and still a number that can be sent, where a worker has measured next to no time.
+            max_queued_tokens = int(min(costs.max_queued_s[row, best] / loads.prefill_s_per_token[best], _ANY_TOKENS))
         total, terms = costs.total[row], {n: term if term.ndim == 1 else term[row] for n, term in costs.terms.items()}
         if len(requests) > 1:
             total, terms = total.copy(), {name: term.copy() for name, term in terms.items()}

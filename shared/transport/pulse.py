@@ -35,10 +35,8 @@ class Pulse:
 
     def _look(self) -> None:
         left_s = self._heard_at_s + self._period_s - self._loop.time()
-        if left_s <= _SLACK_S:
+        is_silent = left_s <= _SLACK_S
+        self._timer = self._loop.call_later(self._period_s if is_silent else left_s, self._look)
+        if is_silent:
             self.num_silences += 1
-            left_s = self._period_s
-            self._timer = self._loop.call_later(left_s, self._look)
             self._on_silence()
-        else:
-            self._timer = self._loop.call_later(left_s, self._look)
