@@ -130,17 +130,23 @@ class HoldQueue:
         self._changed.set()
 
     async def place(
-        self, request: GenerateRequest, keys: Sequence[BlockKey], excluded: frozenset[WorkerId], arrived_at_s: float
+        self,
+        request: GenerateRequest,
+        keys: Sequence[BlockKey],
+        excluded: frozenset[WorkerId],
+        arrived_at_s: float,
+        *,
+        is_again: bool = False,
     ) -> Placement:
-        """Wait until the request is bound and booked. Cancelling leaves nothing behind.
+        """Wait until the request is bound and booked; `is_again` if it was before. Cancelling leaves nothing behind.
 
         Raises `Overloaded` when the queue is full or all workers were busy for the whole timeout, `NoWorker` when there
         is none at its end.
         """
         if self._is_closed:
             raise NoWorker("the router is closing")
-        # Who was let in once is not refused for having met a worker that failed.
-        if not excluded and self._num_held >= self._max_held:
+        # Who was let in once is not refused for having met a worker that failed, or that others reached first.
+        if not is_again and self._num_held >= self._max_held:
             raise Overloaded(f"{self._num_held} requests are held already", retry_after_s=1.0)
         num_tokens = request.num_prompt_tokens + self._expected_output_tokens(request)
         held = Held(
