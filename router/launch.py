@@ -211,6 +211,7 @@ async def _enter_router(
         max_held=settings.max_queued,
         queue_timeout_s=settings.queue_timeout_s,
         min_prefix_tokens=settings.min_prefix_tokens,
+        tenant_to_weight=settings.tenant_weights,
         only=_OwnWorkers(worker_tag),
         refresh_s=settings.heartbeat_s,
     )

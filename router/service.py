@@ -55,6 +55,7 @@ class Router:
         max_held: int = 4096,
         queue_timeout_s: float = 600.0,
         min_prefix_tokens: int = 0,
+        tenant_to_weight: Mapping[str, float] | None = None,
         only: Container[WorkerId] | None = None,
         refresh_s: float = 1.0,
     ) -> None:
@@ -91,6 +92,7 @@ class Router:
             min_prefix_tokens=min_prefix_tokens,
             rng=rng,
             clock=clock,
+            tenant_to_weight=tenant_to_weight,
         )
 
     async def __aenter__(self) -> Router:
@@ -162,7 +164,7 @@ class Router:
                     yield Generated((), finish)
                 else:
                     self._check_may_go_on(request, trace, sent, failures, error)
-        self.queue.note_finished(len(sent))
+        self.queue.note_finished(placement, len(sent))
 
     def _keys(self, request: GenerateRequest) -> Sequence[BlockKey]:
         root = root_key(self._scheme, salt=request.salt, adapter=request.adapter)
@@ -258,7 +260,7 @@ class Router:
                 request.sampling,
                 salt=request.salt,
                 adapter=request.adapter,
-                priority=request.priority,
+                priority=request.worker_priority,
                 matched_tokens=placement.matched_tokens,
             )
             booking.submit = booking.client.last_submit

@@ -206,6 +206,7 @@ class _Simulation:
             arrival.token_ids,
             Sampling(max_tokens=arrival.num_output_tokens, temperature=0.0, ignore_eos=True),
             priority=arrival.priority,
+            tenant=arrival.tenant,
         )
         try:
             async for generated in self.routers[number].generate(asked, trace):
