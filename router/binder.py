@@ -20,7 +20,7 @@ from router.fleet import Fleet
 from router.held import Held, HeldTable
 from router.hints import Hints, Promise
 from router.means import Means
-from router.policies.base import Costs, Flags, FleetState, Floats, Ints, Loads, Policy, Ranking
+from router.policies.base import Costs, Flags, FleetState, Floats, Ints, Loads, Policy, Ranking, Requests
 from router.requests import GenerateRequest
 from router.shares import Shares
 from shared.directory.base import Match
@@ -190,7 +190,7 @@ class Binder:
         bound: list[Held] = []
         while len(rows) and is_ready.any():
             requests = self._table.requests(rows, now_s)
-            costs = self._policy.costs(requests, loads, fleet, self._rng)
+            costs = self._policy.costs(self._ranked(requests), loads, fleet, self._rng)
             if self._column_to_reserved or self._table.num_excluding:
                 costs = self._barred(costs, rows)
             best = costs.best(loads)
@@ -244,6 +244,16 @@ class Binder:
             urgency, is_passed_over = self._shares.precedence(table, urgency, is_parked)
             may_reserve = ~is_passed_over
         return table.to_weigh(urgency, is_parked, _LOOKED_AT, self._num_passes), may_reserve
+
+    def _ranked(self, requests: Requests) -> Requests:
+        """The requests as old as those that they go before.
+
+        Of several routers the one whose request has waited longer gets ahead, and that place is the turn's: else a
+        tenant that floods one router would hold up the others' requests at all routers by its age.
+        """
+        if self._shares.is_even:
+            return requests
+        return replace(requests, age_s=np.maximum.accumulate(requests.age_s[::-1])[::-1])
 
     def _in_turn(self) -> list[Held]:
         """All requests in the order in which an early-binding policy is asked about them."""

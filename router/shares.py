@@ -89,6 +89,7 @@ class Shares:
         self._had: Floats = np.zeros(_FIRST_CAPACITY)
         self._weights: Floats = np.ones(_FIRST_CAPACITY)
         self._class_ranks: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
+        self._first_priorities: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._num_numbers = 0
 
     def __len__(self) -> int:
@@ -127,6 +128,7 @@ class Shares:
             account.waiting_weight += lane.weight
         lane.held[held] = None
         lane.priority_to_count[request.priority] += 1
+        self._first_priorities[lane.number] = min(lane.priority_to_count)
         held.lane = lane.number
 
     def leave(self, held: Held) -> None:
@@ -140,6 +142,7 @@ class Shares:
         if not lane.priority_to_count[request.priority]:
             del lane.priority_to_count[request.priority]
         if lane.held:
+            self._first_priorities[lane.number] = min(lane.priority_to_count)
             return
         account = self._accounts[request.service_class]
         account.num_waiting -= 1
@@ -180,32 +183,31 @@ class Shares:
     def precedence(self, table: HeldTable, urgency: Floats, is_parked: Flags) -> tuple[Floats, Flags]:
         """The order of all rows as numbers, greatest first, and which of them are passed over for others.
 
-        Parked rows do not go now, and count as their lane's last. Modifies only what is owed.
+        Parked rows do not go now: they come after all others, by urgency alone. Modifies only what is owed.
         """
         lanes, priorities = table.lanes, table.priorities
-        in_lane = np.lexsort((table.ordinals, -urgency, priorities, is_parked, lanes))
-        sorted_lanes = lanes[in_lane]
-        begins = np.flatnonzero(np.diff(sorted_lanes, prepend=-1))
-        of_lane = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(in_lane)))
-        numbers = sorted_lanes[begins]
-        class_ranks = self._class_ranks[numbers]
-        # Each row where its lane will stand when those before it have had theirs.
-        tokens = (table.own_tokens + _OUTPUT_TOKEN_WEIGHT * table.output_tokens)[in_lane]
-        before = np.cumsum(tokens) - tokens
-        least = np.array([self._least(account) for account in self._accounts.values()])
-        had = np.maximum(self._had[numbers], least[class_ranks])
-        tags = had[of_lane] + (before - before[begins][of_lane]) / self._weights[numbers][of_lane]
-        order = in_lane[np.lexsort((-urgency[in_lane], tags, class_ranks[of_lane]))]
-        is_passed_over: Flags = np.empty(len(order), dtype=np.bool_)
-        first_priorities = np.minimum.reduceat(priorities[in_lane], begins)
-        is_passed_over[in_lane] = (priorities[in_lane] > first_priorities[of_lane]) | (class_ranks > class_ranks.min())[
-            of_lane
-        ]
-        precedence: Floats = np.empty(len(order))
-        precedence[order] = -np.arange(len(order), dtype=np.float64)
+        is_passed_over = priorities > self._first_priorities[lanes]
+        class_ranks = self._class_ranks[lanes]
+        first_rank = min(rank for rank, account in enumerate(self._accounts.values()) if account.num_waiting)
+        is_passed_over |= class_ranks > first_rank
         self._has_passed_over = bool(is_passed_over.any())
+        (rows,) = (~is_parked).nonzero()
+        # Each row where its lane will stand when those before it in the lane have had theirs.
+        rows = rows[np.lexsort((table.ordinals[rows], -urgency[rows], priorities[rows], lanes[rows]))]
+        row_lanes = lanes[rows]
+        tokens = table.own_tokens[rows] + _OUTPUT_TOKEN_WEIGHT * table.output_tokens[rows]
+        before = np.cumsum(tokens) - tokens
+        is_first = np.diff(row_lanes, prepend=-1) != 0
+        before -= np.maximum.accumulate(np.where(is_first, before, 0.0))
+        least = np.array([self._least(account) for account in self._accounts.values()])
+        had = np.maximum(self._had[row_lanes], least[class_ranks[rows]])
+        tags = had + before / self._weights[row_lanes]
+        order = rows[np.lexsort((-urgency[rows], tags, class_ranks[rows]))]
+        # Anything that grows with urgency and stays below those of the others.
+        precedence: Floats = urgency / (1.0 + np.abs(urgency)) - len(table) - 1.0
+        precedence[order] = -np.arange(len(order), dtype=np.float64)
         if self._owed > 0.0:
-            (waiting,) = (is_passed_over & ~is_parked).nonzero()
+            waiting = rows[is_passed_over[rows]]
             if len(waiting):
                 first = waiting[np.lexsort((table.ordinals[waiting], table.arrived_at_s[waiting]))[0]]
                 precedence[first] = 1.0
@@ -231,9 +233,8 @@ class Shares:
             number = self._num_numbers
             self._num_numbers += 1
             if number == len(self._had):
-                self._had, self._weights, self._class_ranks = map(
-                    _doubled, (self._had, self._weights, self._class_ranks)
-                )
+                self._had, self._weights = _doubled(self._had), _doubled(self._weights)
+                self._class_ranks, self._first_priorities = map(_doubled, (self._class_ranks, self._first_priorities))
         lane = Lane(number, request.tenant, request.service_class, self.weight(request.tenant))
         self._had[number] = self._accounts[request.service_class].now
         self._weights[number] = lane.weight
