@@ -56,6 +56,7 @@ _ROUTER_FLAGS = (
     ("tenant-weights", "JSON", "Shares of the workers by tenant, as JSON; 1 for whom it does not name."),
     ("queue-timeout-s", "S", "Longest time that a request is held."),
     ("max-attempts", "N", "Workers that a request is tried on."),
+    ("request-log", "FILE", "Where a line for each answered request goes, for replay: block hashes, no text."),
 )
 _DIRECTORY_FLAGS = (
     ("redis-url", "URL", "Store of the directory; default: an embedded server."),

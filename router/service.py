@@ -18,6 +18,7 @@ from router.fleet import Connect, Fleet
 from router.hints import Hints
 from router.policies.base import Policy
 from router.queue import HoldQueue, Placement
+from router.request_log import RequestLog
 from router.requests import Generated, GenerateRequest, RequestTrace
 from shared.directory.base import Directory, Match
 from shared.errors import (
@@ -56,6 +57,7 @@ class Router:
         queue_timeout_s: float = 600.0,
         min_prefix_tokens: int = 0,
         tenant_to_weight: Mapping[str, float] | None = None,
+        request_log: RequestLog | None = None,
         only: Container[WorkerId] | None = None,
         refresh_s: float = 1.0,
     ) -> None:
@@ -65,6 +67,7 @@ class Router:
         self._clock = clock
         self.directory = directory
         directory.expose(metrics)
+        self._request_log = request_log
         self._scheme = scheme
         self._policy = policy
         self._max_attempts = max_attempts
@@ -123,6 +126,7 @@ class Router:
         try:
             async with aclosing(self._attempts(request, trace)) as generated:
                 async for item in generated:
+                    trace.num_output_tokens += len(item.token_ids)
                     yield item
             outcome = "ok"
         except (asyncio.CancelledError, GeneratorExit):
@@ -131,6 +135,8 @@ class Router:
         finally:
             trace.finished_at_s = self._clock()
             self.metrics.note_request(self._policy.name, outcome, request.num_prompt_tokens, trace)
+            if self._request_log is not None and trace.num_output_tokens:
+                self._request_log.note(request, self._keys(request), trace)
 
     async def _attempts(self, request: GenerateRequest, trace: RequestTrace) -> AsyncGenerator[Generated, None]:
         """One worker after the other, each from where the one before broke off, until the answer is whole."""

@@ -86,6 +86,9 @@ class Settings(BaseModel):
     max_attempts: int = Field(3, ge=1, description="Workers that a request is tried on.")
     min_prefix_tokens: int = Field(0, ge=0, description="Shorter cached prefixes are not weighed.")
 
+    request_log: Path | None = Field(
+        None, description="Where a line for each answered request goes, for replay: block hashes, no text."
+    )
     drain_timeout_s: float = Field(300.0, ge=0, description="Longest wait for the requests of a worker that leaves.")
     start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for workers to be ready.")
     run_dir: Path | None = Field(None, description="Where `up` writes what it started; default: the user's run folder.")
