@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import sys
@@ -21,9 +22,9 @@ from router.batch_file import Journal, Row, check_input, error_record, read_rows
 from router.batch_report import BatchReport, Tally
 from router.openai import Endpoint, ParsedRequest, Usage, completion_body, parse_request
 from router.progress import Progress
-from router.requests import Generated, GenerateRequest, RequestTrace
+from router.requests import Generated, GenerateRequest, RequestTrace, ServiceClass
 from router.tokenizer import Tokenizer
-from shared.errors import AttemptsExhausted, EngineError, KvrouteError, NoWorker, TransientError
+from shared.errors import AttemptsExhausted, EngineError, KvrouteError, NoWorker, QueueFull, TransientError
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key
 from shared.types import CacheScheme, FinishReason, RequestId
 
@@ -50,7 +51,8 @@ class BatchLimits:
     max_in_flight: int = 64
     """Rows under way at once."""
     max_attempts: int = 4
-    """Times that a row is tried before a transient error becomes its result."""
+    """Times that a row is tried before a transient error becomes its result. To find the router's queue full, or to
+    give way to more urgent requests there, is no try: a row waits for as long as others come first."""
     backoff_s: float = 0.5
     """Wait after a row's first failed attempt; doubles with each further one."""
     max_backoff_s: float = 30.0
@@ -98,6 +100,7 @@ async def run_batch(
     max_model_len_tokens: int,
     rng: random.Random,
     limits: BatchLimits | None = None,
+    service_class: ServiceClass = ServiceClass.INTERACTIVE,
     on_row: OnRow | None = None,
     progress: bool | None = None,
     progress_stream: TextIO | None = None,
@@ -123,6 +126,7 @@ async def run_batch(
         max_model_len_tokens=max_model_len_tokens,
         rng=rng,
         limits=limits or BatchLimits(),
+        service_class=service_class,
         on_row=on_row,
         tally=Tally(scheme.block_size_tokens),
         progress=Progress(
@@ -187,6 +191,7 @@ class _Run:
     max_model_len_tokens: int
     rng: random.Random
     limits: BatchLimits
+    service_class: ServiceClass
     on_row: OnRow | None
     tally: Tally
     progress: Progress
@@ -258,6 +263,7 @@ class _Run:
             sampling=parsed.sampling(len(token_ids), self.max_model_len_tokens),
             salt=parsed.cache_salt,
             priority=parsed.priority,
+            service_class=self.service_class,
         )
         answer = await self._generate_insisting(request, parsed, token_ids)
         usage = Usage(len(token_ids), answer.num_tokens, answer.trace.cached_tokens)
@@ -285,24 +291,28 @@ class _Run:
     ) -> _Answer:
         """Generate, and again from the start after a transient error, as often as the limits allow."""
         base = request.request
-        for attempt in range(1, self.limits.max_attempts):
+        num_failed = 0
+        for number in itertools.count(1):
             try:
                 return await self._generate_once(request, parsed, token_ids)
             except (NoWorker, AttemptsExhausted):
                 # A request that kills its workers must not be given more of them; a resumed run may try it again.
                 raise
             except TransientError as error:
-                logger.info("%s: attempt %d failed: %s", request.request, attempt, error)
-                await asyncio.sleep(self._wait_s(attempt, error))
+                num_failed += not isinstance(error, QueueFull)
+                if num_failed >= self.limits.max_attempts:
+                    raise
+                logger.info("%s: attempt %d failed: %s", request.request, number, error)
+                await asyncio.sleep(self._wait_s(num_failed, error))
                 # The attempt before may not be forgotten everywhere yet.
-                request = replace(request, request=RequestId(f"{base}.{attempt}"))
-        return await self._generate_once(request, parsed, token_ids)
+                request = replace(request, request=RequestId(f"{base}.{number}"))
+        raise AssertionError("counting has no end")
 
     def _wait_s(self, attempt: int, error: TransientError) -> float:
-        if error.retry_after_s is not None:
-            return error.retry_after_s
-        wait_s = min(self.limits.backoff_s * 2.0 ** (attempt - 1), self.limits.max_backoff_s)
         # Rows that failed together do not come back together.
+        if error.retry_after_s is not None:
+            return error.retry_after_s * self.rng.uniform(1.0, 1.5)
+        wait_s = min(self.limits.backoff_s * 2.0 ** (attempt - 1), self.limits.max_backoff_s)
         return wait_s * self.rng.uniform(0.5, 1.0)
 
     async def _generate_once(self, request: GenerateRequest, parsed: ParsedRequest, token_ids: list[int]) -> _Answer:

@@ -124,7 +124,14 @@ class Rig:
 
 
 @asynccontextmanager
-async def bench_rig(num_workers: int, seed: int, policy: Policy | None = None) -> AsyncIterator[Rig]:
+async def bench_rig(
+    num_workers: int,
+    seed: int,
+    policy: Policy | None = None,
+    *,
+    max_held: int = 1_000_000,
+    tenant_to_weight: Mapping[str, float] | None = None,
+) -> AsyncIterator[Rig]:
     now_s = [0.0]
 
     def clock() -> float:
@@ -152,11 +159,12 @@ async def bench_rig(num_workers: int, seed: int, policy: Policy | None = None) -
         hints,
         lambda keys: directory.match(keys, fleet.worker_to_instance),
         block_size_tokens=SCHEME.block_size_tokens,
-        max_held=1_000_000,
+        max_held=max_held,
         timeout_s=1e6,
         min_prefix_tokens=0,
         rng=random.Random(seed),
         clock=clock,
+        tenant_to_weight=tenant_to_weight,
     )
     await fleet.refresh()
     queue.start()

@@ -53,8 +53,10 @@ _ROUTER_FLAGS = (
     ("seed", "N", "Seed of every random choice that kvroute makes."),
     ("min-prefix-tokens", "TOKENS", "Shorter cached prefixes are not weighed."),
     ("max-queued", "N", "Requests held by a router before it answers 429."),
+    ("tenant-weights", "JSON", "Shares of the workers by tenant, as JSON; 1 for whom it does not name."),
     ("queue-timeout-s", "S", "Longest time that a request is held."),
     ("max-attempts", "N", "Workers that a request is tried on."),
+    ("request-log", "FILE", "Where a line for each answered request goes, for replay: block hashes, no text."),
 )
 _DIRECTORY_FLAGS = (
     ("redis-url", "URL", "Store of the directory; default: an embedded server."),
@@ -300,16 +302,17 @@ def _kebab(argv: Sequence[str]) -> list[str]:
 
 def _split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What was given on the command line as (settings, arguments of the command itself)."""
-    from shared.config import Settings
+    from shared.config import JSON_SETTINGS, Settings
     from shared.errors import ConfigError
 
     own = {name: value for name, value in arguments.items() if name not in Settings.model_fields}
     flags = {name: value for name, value in arguments.items() if name in Settings.model_fields}
-    if "engine_args" in flags:
-        try:
-            flags["engine_args"] = json.loads(flags["engine_args"])
-        except ValueError as error:
-            raise ConfigError(f"--engine-args: not JSON: {error}") from None
+    for name in JSON_SETTINGS:
+        if name in flags:
+            try:
+                flags[name] = json.loads(flags[name])
+            except ValueError as error:
+                raise ConfigError(f"--{name.replace('_', '-')}: not JSON: {error}") from None
     return flags, own
 
 

@@ -20,6 +20,7 @@ from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.launch import Say, Serving
 from router.policies import make_policy
 from router.prompts import prompt_tokens, read_prompt
+from router.requests import ServiceClass
 from router.status import deployment_state
 from router.tables import or_dash
 from router.tokenizer import Tokenizer
@@ -123,6 +124,8 @@ async def run_rows(
         rng=random.Random(settings.seed),
         # Rows beyond what the router holds would only be refused by it.
         limits=BatchLimits(min(wanted, settings.max_queued)),
+        # Others may use workers that were there before.
+        service_class=ServiceClass.INTERACTIVE if serving.actors else ServiceClass.BATCH,
         on_row=on_row,
         progress=progress,
     )

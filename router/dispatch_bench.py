@@ -161,7 +161,7 @@ class _Overload:
         server.num_running -= 1
         server.used_blocks -= placement.booking.demand_blocks
         self._tell(server)
-        self._rig.queue.note_finished(_OUTPUT_TOKENS)
+        self._rig.queue.note_finished(placement, _OUTPUT_TOKENS)
         self._rig.fleet.note_finished(placement.booking)
         self._rig.fleet.release(placement.booking)
 

@@ -36,6 +36,13 @@ class Held:
     worker_to_match: Mapping[WorkerId, Match] = field(default_factory=dict)
     row: int | None = None
     """Its place in the table, if it is there."""
+    lane: int = 0
+    """Number of its tenant's lane."""
+    expected_output_tokens: int = 0
+    may_give_way: bool = True
+    """Whether it may be refused; who has had a worker before may not."""
+    has_place: bool = False
+    """Told to the admission, which counts it."""
 
 
 class HeldTable:
@@ -69,6 +76,9 @@ class HeldTable:
         self._num_prompt_tokens: Ints = grown("_num_prompt_tokens", np.int64)
         self._demand_blocks: Ints = grown("_demand_blocks", np.int64)
         self._own_tokens: Ints = grown("_own_tokens", np.int64)
+        self._output_tokens: Ints = grown("_output_tokens", np.int64)
+        self._lanes: Ints = grown("_lanes", np.int64)
+        self._priorities: Ints = grown("_priorities", np.int64)
         self._prefix_hashes: Hashes = grown("_prefix_hashes", np.uint64)
         self._next_hashes: Hashes = grown("_next_hashes", np.uint64)
         self._arrived_at_s: Floats = grown("_arrived_at_s", np.float64)
@@ -94,6 +104,19 @@ class HeldTable:
     def own_tokens(self) -> Ints:
         """Of each, what the worker that holds most of it would have to compute; at least one."""
         return self._own_tokens[: len(self._held)]
+
+    @property
+    def output_tokens(self) -> Ints:
+        """Of each, how long its answer is expected to be."""
+        return self._output_tokens[: len(self._held)]
+
+    @property
+    def lanes(self) -> Ints:
+        return self._lanes[: len(self._held)]
+
+    @property
+    def priorities(self) -> Ints:
+        return self._priorities[: len(self._held)]
 
     @property
     def arrived_at_s(self) -> Floats:
@@ -124,6 +147,9 @@ class HeldTable:
         self._arrived_at_s[row] = held.arrived_at_s
         self._asked_at[row] = self._weighed_at[row] = num_passes
         self._own_tokens[row] = 0
+        self._output_tokens[row] = held.expected_output_tokens
+        self._lanes[row] = held.lane
+        self._priorities[row] = held.request.priority
         self.credit(held, credited)
 
     def credit(self, held: Held, credited: Credited) -> None:
@@ -224,6 +250,9 @@ class HeldTable:
             self._num_prompt_tokens,
             self._demand_blocks,
             self._own_tokens,
+            self._output_tokens,
+            self._lanes,
+            self._priorities,
             self._prefix_hashes,
             self._next_hashes,
             self._arrived_at_s,

@@ -12,6 +12,7 @@ import random
 import secrets
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,7 @@ from router import cluster, runfile
 from router.cluster import WorkerResources
 from router.plan import download_config
 from router.policies import make_policy
+from router.request_log import RequestLog
 from router.service import Router
 from router.tokenizer import Tokenizer
 from shared.config import Settings
@@ -198,6 +200,11 @@ async def _enter_router(
     def connect(record: WorkerRecord, on_change: OnChange) -> WorkerClient:
         return connect_worker(record.info, router_id, secret, on_change=on_change, rng=rng)
 
+    request_log = None
+    if settings.request_log is not None:
+        log = RequestLog(settings.request_log, block_size_tokens=settings.block_size, wall_clock=time.time)
+        request_log = await stack.enter_async_context(log)
+
     router = Router(
         router_id,
         await _connect_directory(redis_url, settings, reader=router_id),
@@ -211,6 +218,8 @@ async def _enter_router(
         max_held=settings.max_queued,
         queue_timeout_s=settings.queue_timeout_s,
         min_prefix_tokens=settings.min_prefix_tokens,
+        tenant_to_weight=settings.tenant_weights,
+        request_log=request_log,
         only=_OwnWorkers(worker_tag),
         refresh_s=settings.heartbeat_s,
     )

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from shared.hashing import TOKEN_SIZE_BYTES
 from shared.types import FinishReason, RequestId, Sampling, WorkerId
+
+_AFTER_ALL_INTERACTIVE = 1 << 31
+"""Over every priority that a request may name."""
+
+
+class ServiceClass(StrEnum):
+    """What a request is for."""
+
+    INTERACTIVE = "interactive"
+    """Somebody waits for it."""
+    BATCH = "batch"
+    """Gets what interactive requests leave."""
+
+
+CLASSES = tuple(ServiceClass)
+"""The most urgent first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +38,23 @@ class GenerateRequest:
     """Tenant salt: requests of different salts never share blocks."""
     adapter: str = ""
     priority: int = 0
-    """Lower goes first."""
+    """Lower goes first, among the tenant's own."""
+    tenant: str = ""
+    """Whose share of the workers it counts in. Requests without one are all of one tenant."""
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
     deadline_at_s: float | None = None
     """When its last token must be there at the latest, on the loop's clock; `None` for whenever."""
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids) // TOKEN_SIZE_BYTES
+
+    @property
+    def worker_priority(self) -> int:
+        """Its priority among all that a worker has of all routers, which knows no classes: lower goes first."""
+        if self.service_class is ServiceClass.BATCH:
+            return _AFTER_ALL_INTERACTIVE + max(0, self.priority)
+        return self.priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +82,7 @@ class RequestTrace:
     """What the router expected the worker's cache to give."""
     cached_tokens: int = 0
     """What the engine says its cache gave."""
+    num_output_tokens: int = 0
     num_attempts: int = 0
     num_refusals: int = 0
     """Times that it was sent to a worker which others had reached first, and weighed again."""

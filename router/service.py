@@ -18,6 +18,7 @@ from router.fleet import Connect, Fleet
 from router.hints import Hints
 from router.policies.base import Policy
 from router.queue import HoldQueue, Placement
+from router.request_log import RequestLog
 from router.requests import Generated, GenerateRequest, RequestTrace
 from shared.directory.base import Directory, Match
 from shared.errors import (
@@ -62,6 +63,8 @@ class Router:
         max_held: int = 4096,
         queue_timeout_s: float = 600.0,
         min_prefix_tokens: int = 0,
+        tenant_to_weight: Mapping[str, float] | None = None,
+        request_log: RequestLog | None = None,
         only: Container[WorkerId] | None = None,
         refresh_s: float = 1.0,
     ) -> None:
@@ -71,6 +74,7 @@ class Router:
         self._clock = clock
         self.directory = directory
         directory.expose(metrics)
+        self._request_log = request_log
         self._scheme = scheme
         self._policy = policy
         self._max_attempts = max_attempts
@@ -101,6 +105,7 @@ class Router:
             min_prefix_tokens=min_prefix_tokens,
             rng=rng,
             clock=clock,
+            tenant_to_weight=tenant_to_weight,
         )
 
     async def __aenter__(self) -> Router:
@@ -131,6 +136,7 @@ class Router:
         try:
             async with aclosing(self._attempts(request, trace)) as generated:
                 async for item in generated:
+                    trace.num_output_tokens += len(item.token_ids)
                     yield item
             outcome = "ok"
         except (asyncio.CancelledError, GeneratorExit):
@@ -139,6 +145,8 @@ class Router:
         finally:
             trace.finished_at_s = self._clock()
             self.metrics.note_request(self._policy.name, outcome, request.num_prompt_tokens, trace)
+            if self._request_log is not None and trace.num_output_tokens:
+                self._request_log.note(request, self._keys(request), trace)
 
     async def _attempts(self, request: GenerateRequest, trace: RequestTrace) -> AsyncGenerator[Generated, None]:
         """One worker after the other, each from where the one before broke off, until the answer is whole."""
@@ -178,7 +186,7 @@ class Router:
                     yield Generated((), finish)
                 else:
                     self._check_may_go_on(request, trace, sent, failures, error)
-        self.queue.note_finished(len(sent))
+        self.queue.note_finished(placement, len(sent))
 
     def _keys(self, request: GenerateRequest) -> Sequence[BlockKey]:
         root = root_key(self._scheme, salt=request.salt, adapter=request.adapter)
@@ -281,7 +289,7 @@ class Router:
                 request.sampling,
                 salt=request.salt,
                 adapter=request.adapter,
-                priority=request.priority,
+                priority=request.worker_priority,
                 matched_tokens=placement.matched_tokens,
                 max_queued_tokens=_max_queued_tokens(placement, trace.num_refusals),
             )

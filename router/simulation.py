@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from router.policies.base import Policy
-from router.requests import GenerateRequest, RequestTrace
+from router.requests import GenerateRequest, RequestTrace, ServiceClass
 from router.service import Router
 from shared.directory.base import WorkerRecord
 from shared.directory.mirrored import MirroredDirectory
@@ -49,6 +49,7 @@ class Arrival:
     num_output_tokens: int
     tenant: str = ""
     priority: int = 0
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,8 @@ class _Simulation:
             arrival.token_ids,
             Sampling(max_tokens=arrival.num_output_tokens, temperature=0.0, ignore_eos=True),
             priority=arrival.priority,
+            tenant=arrival.tenant,
+            service_class=arrival.service_class,
         )
         try:
             async for generated in self.routers[number].generate(asked, trace):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from router import fields
 from router.batch_file import MAX_LINE_BYTES
 from router.openai import Endpoint, ParsedRequest, parse_request
+from router.requests import CLASSES, ServiceClass
 from shared.config import MAX_BLOCK_SIZE_TOKENS
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import TOKEN_SIZE_BYTES, pack_tokens
@@ -45,6 +46,7 @@ class TraceRequest:
     tokens_per_id: int = 1
     tenant: str = ""
     priority: int = 0
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
 
     def token_ids(self) -> bytes:
         """The prompt as packed tokens. Prompts that are known by ids alone begin alike where their ids do."""
@@ -59,6 +61,8 @@ class _Format(Protocol):
     """Makes requests of one trace's lines, in their order."""
 
     time_field: str
+    is_in_order: bool
+    """Whether lines must be in order of their times."""
 
     def request(self, line: int, given: Mapping[str, Any]) -> TraceRequest:
         """The request of one line. Raises `InvalidRequest` that names the field."""
@@ -66,7 +70,7 @@ class _Format(Protocol):
 
 
 def read_trace(path: Path, tokenise: Tokenise | None = None) -> Iterator[TraceRequest]:
-    """The requests of a trace file in its order, one line in memory at a time.
+    """The requests of a trace file by their times, one line in memory at a time but for request logs.
 
     The first line tells the format. `tokenise` is needed for OpenAI batch files alone.
 
@@ -82,9 +86,13 @@ def read_trace(path: Path, tokenise: Tokenise | None = None) -> Iterator[TraceRe
 
 
 def parse_trace(lines: Iterable[bytes], name: str, tokenise: Tokenise | None = None) -> Iterator[TraceRequest]:
-    """The requests in the lines of a trace, which errors call by `name`. Raises `ConfigError` as `read_trace` does."""
+    """The requests in the lines of a trace, which errors call by `name`. Raises `ConfigError` as `read_trace` does.
+
+    Those of a request log come by their times, once all of it is read.
+    """
     trace_format: _Format | None = None
     last: TraceRequest | None = None
+    unordered: list[TraceRequest] = []
     for number, raw in enumerate(lines, start=1):
         if number == 1:
             raw = raw.removeprefix(_BOM)
@@ -95,15 +103,19 @@ def parse_trace(lines: Iterable[bytes], name: str, tokenise: Tokenise | None = N
             if trace_format is None:
                 trace_format = _format_of(given, tokenise)
             request = trace_format.request(number, given)
-            if last is not None and request.at_s < last.at_s:
+            if trace_format.is_in_order and last is not None and request.at_s < last.at_s:
                 when = fields.brief(given.get(trace_format.time_field))
                 raise InvalidRequest(f"'{trace_format.time_field}' {when} is before that of line {last.line}")
         except InvalidRequest as error:
             raise ConfigError(f"trace {name}: line {number}: {error}") from None
-        yield request
         last = request
+        if trace_format.is_in_order:
+            yield request
+        else:
+            unordered.append(request)
     if last is None:
         raise ConfigError(f"trace {name}: has no requests")
+    yield from sorted(unordered, key=lambda request: request.at_s)
 
 
 class _Chains:
@@ -144,6 +156,7 @@ class _Mooncake:
     """The format of the traces that the Mooncake project published (FAST'25). Further fields are left alone."""
 
     time_field = "timestamp"
+    is_in_order = True
 
     def __init__(self) -> None:
         self._chains = _Chains()
@@ -169,9 +182,13 @@ class _Mooncake:
 
 
 class _RequestLog:
-    """kvroute's request log: prompts as token ids, or as hashes of their full blocks. Unknown fields are refused."""
+    """kvroute's request log: prompts as token ids, or as hashes of their full blocks. Unknown fields are refused.
+
+    Its lines are in order of the requests' ends, since that is when they are written, and its times those of arrival.
+    """
 
     time_field = "timestamp_s"
+    is_in_order = False
     _FIELDS = frozenset(
         {
             "timestamp_s",
@@ -182,6 +199,7 @@ class _RequestLog:
             "block_size",
             "tenant",
             "priority",
+            "service_class",
         }
     )
 
@@ -218,6 +236,7 @@ class _RequestLog:
             tokens_per_id,
             tenant=fields.label(given.get("tenant", ""), "tenant"),
             priority=fields.integer(-(1 << 31), (1 << 31) - 1)(given.get("priority", 0), "priority"),
+            service_class=_service_class(given.get("service_class", ServiceClass.INTERACTIVE), "service_class"),
         )
 
     def _block_size(self, given: Mapping[str, Any]) -> int:
@@ -242,6 +261,7 @@ class _Batch:
     """OpenAI batch input, its lines with `timestamp_s` and `output_tokens` beside the body where those are known."""
 
     time_field = "timestamp_s"
+    is_in_order = True
 
     def __init__(self, tokenise: Tokenise) -> None:
         self._tokenise = tokenise
@@ -303,6 +323,13 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 def _value(given: Mapping[str, Any], name: str, check: fields.Check) -> Any:
     return check(fields.required(given, name), name)
+
+
+def _service_class(value: Any, param: str) -> ServiceClass:
+    if value not in CLASSES:
+        choices = ", ".join(repr(str(one)) for one in CLASSES)
+        raise InvalidRequest(f"'{param}' is {fields.brief(value)}: only {choices} are known")
+    return ServiceClass(value)
 
 
 def _ids(value: Any, param: str) -> list[int | str]:

@@ -39,6 +39,7 @@ class Workload:
                 num_output_tokens=request.num_output_tokens,
                 tenant=request.tenant,
                 priority=request.priority,
+                service_class=request.service_class,
             )
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -21,6 +21,10 @@ TEST_PREFIX = "KVROUTE_TEST_"
 """Variables of the test suite, which are no settings; no setting's name may start with `test_`."""
 TRACE_DIR_VARIABLE = "KVROUTE_TRACE_DIR"
 """Where tests and benchmarks find recorded traces; no setting either."""
+
+TenantWeight = Annotated[float, Field(ge=0.001, le=1000)]
+JSON_SETTINGS = ("engine_args", "tenant_weights")
+"""Mappings, which flags and variables write as JSON."""
 
 EngineName = Literal["vllm", "simulator"]
 EvictionName = Literal["lru", "shared_first", "adaptive", "stock"]
@@ -75,10 +79,16 @@ class Settings(BaseModel):
 
     max_in_flight: int | None = Field(None, ge=1, description="Batch rows under way at once.")
     max_queued: int = Field(4096, ge=1, description="Requests held by a router before it answers 429.")
+    tenant_weights: dict[str, TenantWeight] = Field(
+        default_factory=dict, description="Shares of the workers by tenant, as JSON; 1 for whom it does not name."
+    )
     queue_timeout_s: float = Field(600.0, gt=0, description="Longest time that a request is held.")
     max_attempts: int = Field(3, ge=1, description="Workers that a request is tried on.")
     min_prefix_tokens: int = Field(0, ge=0, description="Shorter cached prefixes are not weighed.")
 
+    request_log: Path | None = Field(
+        None, description="Where a line for each answered request goes, for replay: block hashes, no text."
+    )
     drain_timeout_s: float = Field(300.0, ge=0, description="Longest wait for the requests of a worker that leaves.")
     start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for workers to be ready.")
     run_dir: Path | None = Field(None, description="Where `up` writes what it started; default: the user's run folder.")
@@ -189,7 +199,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if variable == TRACE_DIR_VARIABLE:
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if name == "engine_args":
+        if name in JSON_SETTINGS:
             try:
                 found[name] = json.loads(text)
             except ValueError as error:
@@ -211,4 +221,5 @@ def _describe(detail: Any, source_of: Mapping[str, str]) -> str:
         return str(detail["msg"]).removeprefix("Value error, ")
     name = str(detail["loc"][0])
     source = source_of.get(name, "default")
-    return f"{_spell(name, source)}: invalid value {detail['input']!r}: {detail['msg']} ({source})"
+    part = "".join(f" {key}" for key in detail["loc"][1:])
+    return f"{_spell(name, source)}{part}: invalid value {detail['input']!r}: {detail['msg']} ({source})"

@@ -10,6 +10,7 @@ KvrouteError
 +-- ConfigError                 a flag, variable or file of ours is wrong
 +-- TransientError              the same request may well succeed later
 |   +-- Overloaded              queues are full
+|   |   +-- QueueFull           the router's own, and nothing has been tried
 |   +-- OutOfBlocks             the block pool has no room
 |   +-- NoWorker                there is no worker
 |   +-- WorkerLost              the worker or the way to it died under the request
@@ -96,6 +97,13 @@ class Overloaded(TransientError):
     """The queues that the request would wait in are full."""
 
     code = "rate_limit_exceeded"
+
+
+class QueueFull(Overloaded):
+    """The router's queue has no place for the request, or had to give its place to a more urgent one.
+
+    No worker was asked, so nothing speaks against the request.
+    """
 
 
 class OutOfBlocks(TransientError):

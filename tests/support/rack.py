@@ -51,6 +51,8 @@ class Rack:
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
     worker_to_slot: dict[WorkerId, Slot] = field(default_factory=dict)
+    started: list[Slot] = field(default_factory=list)
+    """All there ever were, those that have died included."""
     num_started: int = 0
     num_routers: int = 0
     mirrors: list[MirroredDirectory] = field(default_factory=list)
@@ -80,8 +82,9 @@ class Rack:
         rng = random.Random(self.num_started)
         publishers.append(Publisher(self.directory, info, rng=rng, lease_s=self.lease_s, heartbeat_s=self.heartbeat_s))
         await publishers[0].start()
-        self.worker_to_slot[worker] = Slot(info, engine, host, publishers[0])
-        return self.worker_to_slot[worker]
+        slot = self.worker_to_slot[worker] = Slot(info, engine, host, publishers[0])
+        self.started.append(slot)
+        return slot
 
     async def stop_worker(self, name: str) -> None:
         """Stop a worker politely."""
@@ -168,6 +171,9 @@ class Rack:
         """Stop all workers."""
         for name in list(self.worker_to_slot):
             await self.stop_worker(name)
+        for slot in self.started:
+            # A dead process publishes no more; here its tasks are left.
+            await slot.publisher.stop()
 
 
 @contextlib.asynccontextmanager

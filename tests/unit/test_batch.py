@@ -19,7 +19,7 @@ from router.batch import BatchLimits, BatchReport, PreparedBatch, prepare_batch,
 from router.batch_report import PossibleHits, quantile
 from router.openai import Usage
 from router.progress import PLAIN_INTERVAL_S, Progress
-from router.requests import Generated, GenerateRequest, RequestTrace
+from router.requests import Generated, GenerateRequest, RequestTrace, ServiceClass
 from router.tokenizer import Tokenizer
 from shared.errors import (
     AttemptsExhausted,
@@ -29,6 +29,7 @@ from shared.errors import (
     NoWorker,
     OutputError,
     Overloaded,
+    QueueFull,
     WorkerLost,
 )
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key, unpack_tokens
@@ -70,7 +71,13 @@ class Bench:
         return prepare_batch(self.input, self.output, served_model=MODEL, resume=resume)
 
     async def run(
-        self, rows: list[Any], generate: Any, *, resume: bool = False, limits: BatchLimits = FAST
+        self,
+        rows: list[Any],
+        generate: Any,
+        *,
+        resume: bool = False,
+        limits: BatchLimits = FAST,
+        service_class: ServiceClass = ServiceClass.INTERACTIVE,
     ) -> BatchReport:
         with self.prepare(rows, resume=resume) as prepared:
             return await run_batch(
@@ -81,6 +88,7 @@ class Bench:
                 max_model_len_tokens=CONTEXT_TOKENS,
                 rng=random.Random(0),
                 limits=limits,
+                service_class=service_class,
                 on_row=lambda row, text, trace: self.texts.update({row.custom_id: text}),
                 progress_stream=self.progress,
             )
@@ -270,6 +278,25 @@ async def test_wait_for_a_retry_is_the_servers(bench: Bench) -> None:
     started_at_s = clock()
     await bench.run([chat_row("r")], fake)
     assert clock() - started_at_s >= 0.2
+
+
+async def test_row_waits_for_as_long_as_the_queue_is_full(bench: Bench) -> None:
+    faults: list[Exception] = [QueueFull("3 are held", retry_after_s=0.001) for _ in range(5 * FAST.max_attempts)]
+    report = await bench.run([chat_row("r")], bench.fake(faults=faults))
+    assert (report.num_ok, report.num_failed) == (1, 0)
+
+
+async def test_full_queue_between_failures_does_not_renew_the_attempts(bench: Bench) -> None:
+    faults = [WorkerLost("gone"), QueueFull("3 are held", retry_after_s=0.001)] * FAST.max_attempts
+    await bench.run([chat_row("r")], bench.fake(faults=faults))
+    assert bench.error("r")[0] == "worker_lost"
+
+
+@pytest.mark.parametrize("service_class", list(ServiceClass))
+async def test_rows_are_of_the_class_that_the_run_is_given(bench: Bench, service_class: ServiceClass) -> None:
+    fake = bench.fake()
+    await bench.run([chat_row("r")], fake, service_class=service_class)
+    assert [request.service_class for request in fake.requests] == [service_class]
 
 
 async def test_transient_error_that_lasts_becomes_the_result_and_runs_again_on_resume(bench: Bench) -> None:

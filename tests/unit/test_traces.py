@@ -64,6 +64,11 @@ def test_logged_hashes_may_stand_for_blocks_of_another_size():
     assert unpack_tokens(request.token_ids())[14:34] == [1, 1, *[2] * 16, 3, 3]
 
 
+def test_logged_requests_come_by_their_times_since_lines_are_in_order_of_ends():
+    requests = parsed(logged(2), logged(1, tenant="a"), logged(1, tenant="b"), logged(0))
+    assert [(one.at_s, one.line, one.tenant) for one in requests] == [(0, 4, ""), (1, 2, "a"), (1, 3, "b"), (2, 1, "")]
+
+
 def test_logged_token_ids_are_the_prompt():
     (request,) = parsed(logged(2.5, token_ids=[5, 6, 7], tenant="a", priority=-1))
     assert unpack_tokens(request.token_ids()) == [5, 6, 7]
@@ -114,7 +119,8 @@ def test_blank_lines_are_counted_and_a_byte_order_mark_is_not_read():
         ([mooncake(hash_ids=(0, 0))], ["line 1", "0 after 0", "at the beginning before"]),
         ([{"hash_ids": [1], "input_length": 5, "output_length": 1}], ["line 1", "'timestamp'"]),
         ([logged(-0.5)], ["line 1", "'timestamp_s'", "-0.5"]),
-        ([logged(2), logged(1)], ["line 2", "'timestamp_s' 1 is before that of line 1"]),
+        ([logged(service_class="bulk")], ["line 1", "'service_class' is 'bulk'", "'interactive', 'batch'"]),
+        ([logged(2), logged(-1)], ["line 2", "'timestamp_s'", "-1"]),
         ([logged(prompt_tokens=64)], ["line 1", "64 has 1 full blocks", "there are 2"]),
         ([logged(block_size=0)], ["line 1", "'block_size'", "0"]),
         ([logged(), logged(prompt_tokens=40, block_size=16)], ["line 2", "'block_size' is 16, but 64"]),
