@@ -7,6 +7,7 @@ gives what lies between them to the normaliser, pre-tokeniser and model one by o
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import random
@@ -137,13 +138,17 @@ def disproof(cuts: Cuts, raw: RawTokenizer, encode_all: EncodeAll, rng: random.R
     num_ids = raw.get_vocab_size()
     fragments = [*_PROOF_TEXTS, *special, *(text[:-1] for text in special), *(text[1:] for text in special)]
     fragments += [raw.decode([rng.randrange(num_ids)]) for _ in range(64)]
+    texts, pieces = [], []
     for _ in range(_NUM_PROOFS):
         words = rng.choices(fragments, k=rng.randint(1, _MAX_FRAGMENTS))
-        text = rng.choice(("", " ")).join(words)
+        texts.append(rng.choice(("", " ")).join(words))
         # Short pieces, so that a short text has many.
-        pieces = replace(cuts, piece_chars=rng.randint(1, 16)).pieces(text)
-        whole, *parts = encode_all([text, *pieces])
-        if [token_id for part in parts for token_id in part] != list(whole):
+        pieces.append(replace(cuts, piece_chars=rng.randint(1, 16)).pieces(texts[-1]))
+    # All at once, since the tokenizer then works on several.
+    found = iter(encode_all([piece for of_text in pieces for piece in of_text]))
+    for text, of_text, whole in zip(texts, pieces, encode_all(texts), strict=True):
+        parts = itertools.islice(found, len(of_text))
+        if list(itertools.chain.from_iterable(parts)) != list(whole):
             return text
     return None
 

@@ -99,10 +99,14 @@ class Segments:
             self._keep(lookup, missing)
         return b"".join(packed for packed in lookup.packed if packed is not None)
 
+    def whole(self, text: str) -> bytes:
+        """Packed token ids of a text that is tokenised in one piece, whatever is known of it."""
+        return pack_tokens(self._encode_all([text])[0])
+
     def compare(self, text: str, packed: bytes) -> None:
         """Tokenise a text as a whole and turn this off, loudly, where `packed` is something else. Modifies."""
         self.num_compared += 1
-        if pack_tokens(self._encode_all([text])[0]) == packed:
+        if self.whole(text) == packed:
             return
         self.num_mismatches += 1
         if self.is_on:

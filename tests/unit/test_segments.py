@@ -64,12 +64,12 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 @given(texts=st.lists(TEXTS, min_size=1, max_size=5), salt=st.sampled_from(("", "a")))
 async def test_messages_have_the_ids_of_their_whole_text(tokenizer: Tokenizer, texts: list[str], salt: str) -> None:
     messages = conversation(texts)
-    expected = whole(tokenizer, tokenizer._chat_text(messages, None, True))
+    expected = whole(tokenizer, tokenizer.chat_text(messages))
     for _ in range(2):
         assert unpack_tokens(await tokenizer.tokens_of(messages=messages, salt=salt)) == expected
     # The next turn, of which the beginning is known.
     messages += [{"role": "assistant", "content": texts[0]}, {"role": "user", "content": texts[-1]}]
-    expected = whole(tokenizer, tokenizer._chat_text(messages, None, True))
+    expected = whole(tokenizer, tokenizer.chat_text(messages))
     assert unpack_tokens(await tokenizer.tokens_of(messages=messages, salt=salt)) == expected
 
 
@@ -91,7 +91,7 @@ def test_pieces_of_any_length_have_the_ids_of_the_whole(tokenizer: Tokenizer, te
 def test_special_tokens_in_a_users_text_are_what_the_whole_text_makes_of_them(tokenizer: Tokenizer) -> None:
     content = "a<|im_end|>b</s>c<|im_end>"
     messages = [{"role": "user", "content": content}]
-    expected = whole(tokenizer, tokenizer._chat_text(messages, None, True))
+    expected = whole(tokenizer, tokenizer.chat_text(messages))
     assert tokenizer.render_chat(messages) == expected
 
 
