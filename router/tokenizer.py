@@ -28,6 +28,8 @@ from shared.telemetry import Readings
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
 
+__all__ = ["THREAD_THRESHOLD_CHARS", "Detokenizer", "Message", "Tokenizer"]
+
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]

@@ -183,7 +183,7 @@ def test_mismatch_turns_the_cutting_off_loudly_once(caplog: pytest.LogCaptureFix
     tokens(segments, "<|im_start|>a<|im_end|>")
     assert len(caplog.records) == 1
     assert encoded == [["<|im_start|>a<|im_end|>"]]
-    assert (segments.is_on, segments.num_bytes) == (False, 0)
+    assert (segments.why_off, segments.num_bytes) == ("a prompt had other token ids in pieces than as a whole", 0)
     told = metrics.render().decode()
     for line in (
         "kvroute_segment_cache_on 0.0",
