@@ -20,12 +20,13 @@ from typing import Any, Protocol, TextIO, cast
 
 from router.batch_file import Journal, Row, check_input, error_record, read_rows, result_record
 from router.batch_report import BatchReport, Tally
+from router.known_keys import KnownKeys
 from router.openai import Endpoint, ParsedRequest, Usage, completion_body, parse_request
 from router.progress import Progress
 from router.requests import Generated, GenerateRequest, RequestTrace, ServiceClass
 from router.tokenizer import Tokenizer
 from shared.errors import AttemptsExhausted, EngineError, KvrouteError, NoWorker, QueueFull, TransientError
-from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key
+from shared.hashing import TOKEN_SIZE_BYTES, num_usable_blocks
 from shared.types import CacheScheme, FinishReason, RequestId
 
 __all__ = ["BatchLimits", "BatchReport", "Generate", "OnRow", "PreparedBatch", "Row", "prepare_batch", "run_batch"]
@@ -122,6 +123,7 @@ async def run_batch(
         generate=generate,
         tokenizer=tokenizer,
         scheme=scheme,
+        known_keys=KnownKeys(scheme),
         served_model=prepared.served_model,
         max_model_len_tokens=max_model_len_tokens,
         rng=rng,
@@ -187,6 +189,7 @@ class _Run:
     generate: Generate
     tokenizer: Tokenizer
     scheme: CacheScheme
+    known_keys: KnownKeys
     served_model: str
     max_model_len_tokens: int
     rng: random.Random
@@ -256,17 +259,20 @@ class _Run:
             raise row.error
         endpoint = cast(Endpoint, row.endpoint)
         parsed = parse_request(endpoint, row.body, served_model=self.served_model)
-        token_ids = await self._tokenize(parsed)
+        token_ids = await self.tokenizer.tokens_of(
+            messages=parsed.messages, prompt=parsed.prompt, salt=parsed.cache_salt
+        )
+        num_tokens = len(token_ids) // TOKEN_SIZE_BYTES
         request = GenerateRequest(
             request=RequestId(f"batch-{self.name}-{row.line}"),
-            token_ids=pack_tokens(token_ids),
-            sampling=parsed.sampling(len(token_ids), self.max_model_len_tokens),
+            token_ids=token_ids,
+            sampling=parsed.sampling(num_tokens, self.max_model_len_tokens),
             salt=parsed.cache_salt,
             priority=parsed.priority,
             service_class=self.service_class,
         )
-        answer = await self._generate_insisting(request, parsed, token_ids)
-        usage = Usage(len(token_ids), answer.num_tokens, answer.trace.cached_tokens)
+        answer = await self._generate_insisting(request, parsed)
+        usage = Usage(num_tokens, answer.num_tokens, answer.trace.cached_tokens)
         prefix = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
         body = completion_body(
             endpoint,
@@ -279,22 +285,13 @@ class _Run:
         )
         return _Result(request, answer, usage, body)
 
-    async def _tokenize(self, parsed: ParsedRequest) -> list[int]:
-        if parsed.messages is not None:
-            return await self.tokenizer.encode_chat(parsed.messages)
-        if isinstance(parsed.prompt, str):
-            return await self.tokenizer.encode_prompt(parsed.prompt)
-        return self.tokenizer.check_token_ids(parsed.prompt or ())
-
-    async def _generate_insisting(
-        self, request: GenerateRequest, parsed: ParsedRequest, token_ids: list[int]
-    ) -> _Answer:
+    async def _generate_insisting(self, request: GenerateRequest, parsed: ParsedRequest) -> _Answer:
         """Generate, and again from the start after a transient error, as often as the limits allow."""
         base = request.request
         num_failed = 0
         for number in itertools.count(1):
             try:
-                return await self._generate_once(request, parsed, token_ids)
+                return await self._generate_once(request, parsed)
             except (NoWorker, AttemptsExhausted):
                 # A request that kills its workers must not be given more of them; a resumed run may try it again.
                 raise
@@ -315,10 +312,10 @@ class _Run:
         wait_s = min(self.limits.backoff_s * 2.0 ** (attempt - 1), self.limits.max_backoff_s)
         return wait_s * self.rng.uniform(0.5, 1.0)
 
-    async def _generate_once(self, request: GenerateRequest, parsed: ParsedRequest, token_ids: list[int]) -> _Answer:
+    async def _generate_once(self, request: GenerateRequest, parsed: ParsedRequest) -> _Answer:
         trace = RequestTrace(received_at_s=asyncio.get_running_loop().time())
         detokenizer = self.tokenizer.detokenizer(
-            token_ids, stop=parsed.stop, stop_token_ids=request.sampling.stop_token_ids
+            request.token_ids, stop=parsed.stop, stop_token_ids=request.sampling.stop_token_ids
         )
         pieces: list[str] = []
         finish: FinishReason | None = None
@@ -342,8 +339,7 @@ class _Run:
 
     def _count(self, result: _Result) -> None:
         request, usage = result.request, result.usage
-        root = root_key(self.scheme, salt=request.salt, adapter=request.adapter)
-        keys = block_keys(request.token_ids, self.scheme.block_size_tokens, root)
+        keys = self.known_keys.of(request.token_ids, salt=request.salt, adapter=request.adapter)
         num_usable = num_usable_blocks(usage.prompt_tokens, self.scheme.block_size_tokens)
         self.tally.answered(usage, result.answer.trace, keys, num_usable)
         self.progress.answered(usage)

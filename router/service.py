@@ -16,6 +16,7 @@ from router.continuation import continued, finish_at_border, reasons_against_con
 from router.deadline import UntilDeadline, least_prefill_s
 from router.fleet import Connect, Fleet
 from router.hints import Hints
+from router.known_keys import KnownKeys
 from router.policies.base import Policy
 from router.queue import HoldQueue, Placement
 from router.request_log import RequestLog
@@ -33,7 +34,6 @@ from shared.errors import (
     WorkerLost,
     WorkerSilent,
 )
-from shared.hashing import block_keys, root_key
 from shared.telemetry import Metrics
 from shared.types import BlockKey, CacheScheme, FinishReason, RouterId, WorkerId
 
@@ -76,6 +76,7 @@ class Router:
         directory.expose(metrics)
         self._request_log = request_log
         self._scheme = scheme
+        self._known_keys = KnownKeys(scheme)
         self._policy = policy
         self._max_attempts = max_attempts
         self._queue_timeout_s = queue_timeout_s
@@ -175,6 +176,7 @@ class Router:
                 trace.num_continuations -= bool(sent)
                 trace.num_refusals += 1
                 self.num_outpaced += 1
+                self.queue.note_refused(placement)
             except (WorkerLost, EngineError, Overloaded) as error:
                 trace.failed_workers.append(placement.booking.worker)
                 self.metrics.note_failover("stream" if sent else "before_first_token")
@@ -189,8 +191,7 @@ class Router:
         self.queue.note_finished(placement, len(sent))
 
     def _keys(self, request: GenerateRequest) -> Sequence[BlockKey]:
-        root = root_key(self._scheme, salt=request.salt, adapter=request.adapter)
-        return block_keys(request.token_ids, self._scheme.block_size_tokens, root)
+        return self._known_keys.of(request.token_ids, salt=request.salt, adapter=request.adapter)
 
     async def _check_deadline(self, request: GenerateRequest, keys: Sequence[BlockKey]) -> None:
         """Raises `DeadlineExceeded` for a request that nobody could answer in time."""
