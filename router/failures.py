@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,6 +60,13 @@ def error_body(error: BaseException) -> dict[str, Any]:
             "code": error.code if isinstance(error, KvrouteError) else KvrouteError.code,
         }
     }
+
+
+def body_of(message: str, code: str) -> bytes:
+    """Encoded body of an error that has no class, since it never gets as far as a request."""
+    return json.dumps(
+        {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    ).encode()
 
 
 def _status_and_type(error: BaseException) -> tuple[int, str]:
