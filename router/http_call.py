@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
@@ -35,6 +36,7 @@ Header = tuple[bytes, bytes]
 _JSON: Header = (b"content-type", b"application/json")
 _MAX_ID_CHARS = 128
 _SAFE_ID = re.compile(rb"[\x21-\x7e]+")
+_MAX_LINGER_READS = 4096
 _RETRY_S = 1.0
 """When to come back after an error that names no time itself."""
 
@@ -50,6 +52,8 @@ class Limits:
     header_timeout_s: float = 10.0
     """From a connection's or request's first byte to the end of its headers."""
     body_timeout_s: float = 60.0
+    linger_s: float = 2.0
+    """How long what is too large may still come in before that is told."""
     idle_timeout_s: float = 75.0
     """How long a connection may stay without a request; longer than clients and balancers keep one, so that they are
     the ones to close it."""
@@ -89,27 +93,41 @@ class Call:
             ClientGone: the caller left before its end.
         """
         announced = self.headers.get(b"content-length", b"")
-        if announced.isdigit() and int(announced[:20]) > limits.max_body_bytes:
-            raise _too_large(limits)
+        is_too_large = announced.isdigit() and int(announced[:20]) > limits.max_body_bytes
         parts: list[bytes] = []
         num_bytes = 0
         try:
             async with asyncio.timeout(limits.body_timeout_s):
-                while True:
-                    message = await self.receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    part = message.get("body", b"")
-                    num_bytes += len(part)
-                    if num_bytes > limits.max_body_bytes:
-                        raise _too_large(limits)
+                has_more = True
+                while has_more and not is_too_large:
+                    part, has_more = await self._next_part()
                     parts.append(part)
-                    if not message.get("more_body", False):
-                        return parts[0] if len(parts) == 1 else b"".join(parts)
+                    num_bytes += len(part)
+                    is_too_large = num_bytes > limits.max_body_bytes
         except TimeoutError:
             raise RequestTimeout(
                 f"the request's body did not arrive within {limits.body_timeout_s:g} s", retry_after_s=_RETRY_S
             ) from None
+        if is_too_large:
+            await self._refuse_body(limits, has_more)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _next_part(self) -> tuple[bytes, bool]:
+        """Some more of the body, and whether that was not all. Raises `ClientGone`."""
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message.get("body", b""), message.get("more_body", False)
+
+    async def _refuse_body(self, limits: Limits, has_more: bool) -> NoReturn:
+        """Let a body that is too large run out for a while, since most callers listen only then; raises."""
+        num_reads = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.0 if b"expect" in self.headers else limits.linger_s):
+                while has_more and num_reads < _MAX_LINGER_READS:
+                    _, has_more = await self._next_part()
+                    num_reads += 1
+        raise BodyTooLarge(f"the request's body is over the limit of {limits.max_body_bytes} bytes")
 
     async def json(self, limits: Limits) -> Any:
         """The body as JSON. Raises what `body` does, and `InvalidRequest`."""
@@ -225,10 +243,6 @@ def _encoded(body: Any) -> bytes:
     except TypeError:
         # A message may quote half of a surrogate pair, which the fast encoder does not take.
         return json.dumps(body).encode()
-
-
-def _too_large(limits: Limits) -> BodyTooLarge:
-    return BodyTooLarge(f"the request's body is over the limit of {limits.max_body_bytes} bytes")
 
 
 def _told(error: ValueError) -> str:
