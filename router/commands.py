@@ -29,8 +29,6 @@ from shared.hashing import parity_key, tokenizer_fingerprint
 from shared.telemetry import set_up_logging
 from shared.types import CacheScheme, WorkerId
 
-_ON_A_FAST_LOOP = ("serve",)
-"""Commands that carry much traffic."""
 _IN_FLIGHT_PER_SEQ = 4
 """Batch rows under way for each sequence that the workers can run: enough to choose from, few enough to stay fresh."""
 
@@ -63,7 +61,8 @@ def run(
     # A policy that cannot be made must stop the command before it starts anything.
     make_policy(settings.policy)
     try:
-        with asyncio.Runner(loop_factory=_fast_loop() if command in _ON_A_FAST_LOOP else None) as runner:
+        is_http = command == "serve" or (command, own.get("benchmark")) == ("bench", "http")
+        with asyncio.Runner(loop_factory=_fast_loop() if is_http else None) as runner:
             return runner.run(_interruptible(_COMMANDS[command](Invocation(settings, own, say, show))))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
