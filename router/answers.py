@@ -16,11 +16,8 @@ from router.openai import ParsedRequest, Usage
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Detokenizer, Tokenizer
 from shared.errors import EngineError
-from shared.hashing import pack_tokens
+from shared.hashing import TOKEN_SIZE_BYTES
 from shared.types import FinishReason, RequestId
-
-_DECODING_CONTEXT_TOKENS = 16
-"""End of a prompt that the decoding of its answer may look at; more than it does."""
 
 
 class Generate(Protocol):
@@ -96,18 +93,11 @@ class Answer:
         raise EngineError("the engine gave the request up")
 
 
-async def tokenize(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each prompt.
-
-    Raises:
-        InvalidRequest: a prompt cannot be tokenised.
-    """
+async def tokenise(parsed: ParsedRequest, tokenizer: Tokenizer, salt: str) -> list[bytes]:
+    """Packed token ids of each prompt. Raises `InvalidRequest` for one that cannot be tokenised."""
     if parsed.messages is not None:
-        return [await tokenizer.encode_chat(parsed.messages)]
-    return [
-        await tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.check_token_ids(prompt)
-        for prompt in parsed.prompts
-    ]
+        return [await tokenizer.tokens_of(messages=parsed.messages, salt=salt)]
+    return [await tokenizer.tokens_of(prompt=prompt, salt=salt) for prompt in parsed.prompts]
 
 
 async def answers_to(
@@ -126,15 +116,10 @@ async def answers_to(
         ContextTooLong: a prompt and its answer do not fit.
     """
     answers: list[Answer] = []
-    for token_ids in await tokenize(parsed, tokenizer):
-        sampling = parsed.sampling(len(token_ids), max_model_len_tokens)
-        packed = pack_tokens(token_ids)
+    for packed in await tokenise(parsed, tokenizer, salt):
+        sampling = parsed.sampling(len(packed) // TOKEN_SIZE_BYTES, max_model_len_tokens)
         new_detokenizer = partial(
-            tokenizer.detokenizer,
-            # Not all of them, since they would live as long as the answer.
-            token_ids[-_DECODING_CONTEXT_TOKENS:],
-            stop=parsed.stop,
-            stop_token_ids=sampling.stop_token_ids,
+            tokenizer.detokenizer, packed, stop=parsed.stop, stop_token_ids=sampling.stop_token_ids
         )
         for number in range(parsed.num_choices):
             index = len(answers)
