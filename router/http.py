@@ -21,6 +21,7 @@ from router.fields import brief_name
 from router.http_call import App, Call, ClientGone, Header, Limits, Receive, Scope, Send, WhileConnected, log_failure
 from router.keys import ANYBODY, UNLIMITED, Allowance, Caller, KeyRing
 from router.openai import Endpoint, ParsedRequest, completion_body, parse_request
+from router.service import Router
 from router.tokenizer import Tokenizer
 from shared import __version__
 from shared.errors import MethodNotAllowed, ModelNotFound, NotFound, NoWorker
@@ -35,6 +36,8 @@ _EVENTS: Sequence[Header] = (
 )
 _NO_WORKER_RETRY_S = 2.0
 _COMING_STATES = ("ready", "resting", "away")
+_STATE_S = 0.1
+"""How long a look at the workers' states is good for: to take one costs as much as a small request."""
 _DRAINING_RETRY_S = 1.0
 """By then a balancer has noticed, and another server answers."""
 
@@ -48,11 +51,22 @@ class Backend:
     tokenizer: Tokenizer
     generate: Generate
     policy: str
-    has_workers: Callable[[], bool]
-    """Whether there is a worker that may be sent to now; asked for each request."""
     state_to_count: Callable[[], Mapping[str, int]]
     """Workers by state, as `Fleet` tells them."""
     render_metrics: Callable[[], bytes | Awaitable[bytes]]
+
+    @classmethod
+    def over(cls, router: Router, tokenizer: Tokenizer, model: str, max_model_len_tokens: int, policy: str) -> Backend:
+        """A router in this process."""
+        return cls(
+            model=model,
+            max_model_len_tokens=max_model_len_tokens,
+            tokenizer=tokenizer,
+            generate=router.generate,
+            policy=policy,
+            state_to_count=router.fleet.state_to_count,
+            render_metrics=router.render_metrics,
+        )
 
 
 Handler = Callable[[Call, Caller, Allowance], Awaitable[None]]
@@ -85,6 +99,7 @@ class Front:
         self.is_draining = False
         """Whether new work is refused, so that what is under way can end."""
         self._is_cut = False
+        self._has_workers_until_s = 0.0
         self._under_way: set[asyncio.Task[None]] = set()
         self._backend = backend
         self._policy = backend.policy.encode()
@@ -262,10 +277,13 @@ class Front:
 
     def _check_workers(self) -> None:
         """Raise where there is nobody to wait for. Workers that rest or reconnect are waited for."""
-        if not self._backend.has_workers():
-            state_to_count = self._backend.state_to_count()
-            if not any(state_to_count[state] for state in _COMING_STATES):
-                raise NoWorker("no worker is ready", retry_after_s=_NO_WORKER_RETRY_S)
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._has_workers_until_s:
+            return
+        state_to_count = self._backend.state_to_count()
+        if not any(state_to_count[state] for state in _COMING_STATES):
+            raise NoWorker("no worker is ready", retry_after_s=_NO_WORKER_RETRY_S)
+        self._has_workers_until_s = now_s + _STATE_S
 
     async def _models(self, call: Call, caller: Caller, allowance: Allowance) -> None:
         await call.respond_json({"object": "list", "data": [self._model_body()]})

@@ -63,16 +63,8 @@ def make_front(
         if entries
         else KeyRing.of_one(settings.api_key.get_secret_value(), clock)
     )
-    backend = Backend(
-        model=settings.model_name,
-        max_model_len_tokens=serving.max_model_len_tokens,
-        tokenizer=serving.tokenizer,
-        generate=router.generate,
-        policy=settings.policy.partition(":")[0],
-        has_workers=lambda: len(router.fleet.loads().workers) > 0,
-        state_to_count=router.fleet.state_to_count,
-        render_metrics=router.render_metrics,
-    )
+    policy = settings.policy.partition(":")[0]
+    backend = Backend.over(router, serving.tokenizer, settings.model_name, serving.max_model_len_tokens, policy)
     limits = Limits(max_body_bytes=max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * serving.max_model_len_tokens))
     # What must be told apart is drawn by the system, not from the seed: two servers may have the same.
     return Front(backend, ring, name=secrets.token_hex(6), limits=limits, mounts=mounts)

@@ -59,7 +59,6 @@ def make_front(
         tokenizer=tokenizer,
         generate=generate,
         policy="cost",
-        has_workers=lambda: fleet.state_to_count["ready"] > 0,
         state_to_count=lambda: fleet.state_to_count,
         render_metrics=lambda: b"# no metrics\n",
     )
