@@ -22,6 +22,7 @@ from router.http_call import App, Call, ClientGone, Header, Limits, Receive, Sco
 from router.keys import ANYBODY, UNLIMITED, Allowance, Caller, KeyRing
 from router.openai import Endpoint, ParsedRequest, completion_body, parse_request
 from router.service import Router
+from router.siblings import OWN_METRICS_PATH
 from router.tokenizer import Tokenizer
 from shared import __version__
 from shared.errors import MethodNotAllowed, ModelNotFound, NotFound, NoWorker
@@ -34,6 +35,7 @@ _EVENTS: Sequence[Header] = (
     # Proxies of the kind of nginx gather what they pass on unless they are told not to.
     (b"x-accel-buffering", b"no"),
 )
+_METRICS: Sequence[Header] = ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)
 _NO_WORKER_RETRY_S = 2.0
 _COMING_STATES = ("ready", "resting", "away")
 _STATE_S = 0.1
@@ -53,7 +55,7 @@ class Backend:
     policy: str
     state_to_count: Callable[[], Mapping[str, int]]
     """Workers by state, as `Fleet` tells them."""
-    render_metrics: Callable[[], bytes | Awaitable[bytes]]
+    render_metrics: Callable[[], bytes]
 
     @classmethod
     def over(cls, router: Router, tokenizer: Tokenizer, model: str, max_model_len_tokens: int, policy: str) -> Backend:
@@ -93,11 +95,13 @@ class Front:
         name: str,
         limits: Limits | None = None,
         mounts: Mapping[str, App] | None = None,
+        all_metrics: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
-        """`name` keeps the ids of this front's answers apart from those of others."""
+        """`name` keeps the ids of this front's answers apart from those of others; `all_metrics` tells of them all."""
         self.limits = limits or Limits()
         self.is_draining = False
         """Whether new work is refused, so that what is under way can end."""
+        self._all_metrics = all_metrics
         self._is_cut = False
         self._has_workers_until_s = 0.0
         self._under_way: set[asyncio.Task[None]] = set()
@@ -118,6 +122,7 @@ class Front:
             "/ready": _Route({"GET": self._ready}, is_open=True),
             "/version": _Route({"GET": self._version}, is_open=True),
             "/metrics": _Route({"GET": self._metrics}, is_open=True),
+            OWN_METRICS_PATH: _Route({"GET": self._own_metrics}, is_open=True),
             "/openapi.json": _Route({"GET": self._openapi}, is_open=True),
         }
 
@@ -320,9 +325,12 @@ class Front:
         await call.respond_json({"version": __version__})
 
     async def _metrics(self, call: Call, caller: Caller, allowance: Allowance) -> None:
-        rendered = self._backend.render_metrics()
-        text = rendered if isinstance(rendered, bytes) else await rendered
-        await call.respond(200, text, ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),))
+        await call.respond(
+            200, await self._all_metrics() if self._all_metrics else self._backend.render_metrics(), _METRICS
+        )
+
+    async def _own_metrics(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        await call.respond(200, self._backend.render_metrics(), _METRICS)
 
     async def _openapi(self, call: Call, caller: Caller, allowance: Allowance) -> None:
         await call.respond(200, self._description)
