@@ -62,9 +62,18 @@ def run(
     # A policy that cannot be made must stop the command before it starts anything.
     make_policy(settings.policy)
     try:
-        return asyncio.run(_interruptible(_COMMANDS[command](Invocation(settings, own, say, show))))
+        is_http = command == "serve" or (command, own.get("benchmark")) == ("bench", "http")
+        with asyncio.Runner(loop_factory=_fast_loop() if is_http else None) as runner:
+            return runner.run(_interruptible(_COMMANDS[command](Invocation(settings, own, say, show))))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop]:
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
@@ -131,6 +140,18 @@ async def run_rows(
     )
 
 
+async def _serve(call: Invocation) -> int:
+    from router.serve import run_serve
+
+    num_routers = _count("--routers", call.own["routers"], "processes", 64)
+    run = _run_to_attach(call)
+    settings = _with_run(call.settings, run)
+    launch.require_model(settings)
+    is_interrupted = await run_serve(settings, _serving(call, settings, run), num_routers, call.say)
+    call.say("stopped")
+    return EXIT_INTERRUPTED if is_interrupted else EXIT_OK
+
+
 async def _up(call: Invocation) -> int:
     run = await deployment.bring_up(call.settings, call.run_dir, call.say)
     call.say(f"{len(run.workers)} workers serve {run.settings['model']}; Ray at {run.ray_address}")
@@ -151,7 +172,7 @@ async def _down(call: Invocation) -> int:
 
 
 async def _scale(call: Invocation) -> int:
-    num_workers = _worker_count(call.own["num_workers"])
+    num_workers = _count("scale", call.own["num_workers"], "workers", 4096, "; `kvroute down` ends all workers")
     run = await deployment.scale(call.run_dir, num_workers, call.settings, call.say)
     call.say(f"{len(run.workers)} workers serve {run.settings['model']}: {', '.join(run.workers)}")
     return EXIT_OK
@@ -163,10 +184,9 @@ async def _drain(call: Invocation) -> int:
     return EXIT_OK
 
 
-def _worker_count(text: str) -> int:
-    most = 4096
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= most:
-        raise ConfigError(f"scale {text}: not a number of workers from 1 to {most}; `kvroute down` ends all workers")
+def _count(flag: str, text: str, what: str, most: int, hint: str = "") -> int:
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:20]) <= most:
+        raise ConfigError(f"{flag} {text}: not a number of {what} from 1 to {most}{hint}")
     return int(text)
 
 
@@ -290,6 +310,7 @@ async def _bench(call: Invocation) -> int:
 
 _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "batch": _batch,
+    "serve": _serve,
     "up": _up,
     "down": _down,
     "scale": _scale,
