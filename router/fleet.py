@@ -11,7 +11,7 @@ from functools import partial
 
 from router.bookings import Booking
 from router.loads import Fixed, LoadTable, column_of
-from router.members import STATES, Member
+from router.membership import STATES, Membership
 from router.policies.base import Loads
 from router.suspicion import Suspicion
 from shared.directory.base import Directory, RouterPlace, WorkerRecord
@@ -67,7 +67,7 @@ class Fleet:
         self._router = router
         self._only = only
         self._refresh_s = refresh_s
-        self._members: dict[WorkerId, Member] = {}
+        self._members: dict[WorkerId, Membership] = {}
         self._worker_to_instance: Mapping[WorkerId, Instance] | None = None
         self._table = LoadTable()
         self._is_roll_due = True
@@ -120,7 +120,7 @@ class Fleet:
         states = Counter(self._state(member, now) for member in self._members.values())
         return {state: states[state] for state in STATES}
 
-    def _state(self, member: Member, now_s: float) -> str:
+    def _state(self, member: Membership, now_s: float) -> str:
         return member.state_at(now_s, is_suspected=self._suspicion.is_open(member.client.instance))
 
     def loads(self) -> Loads:
@@ -185,7 +185,7 @@ class Fleet:
         self._table.reset([self._fixed(member) for member in ready])
         self._unwritten = {member.record.info.worker for member in ready}
 
-    def _fixed(self, member: Member) -> Fixed:
+    def _fixed(self, member: Membership) -> Fixed:
         info = member.record.info
         return Fixed(
             worker=info.worker,
@@ -209,7 +209,7 @@ class Fleet:
             self._check_state(member)
         self._on_change()
 
-    def _note_silence(self, member: Member) -> None:
+    def _note_silence(self, member: Membership) -> None:
         """A worker has kept silent once more: what would come to it goes elsewhere, and then what it has under way."""
         worker, num_silences = member.record.info.worker, member.client.num_silences
         if not member.is_silent:
@@ -220,7 +220,7 @@ class Fleet:
             if num_moved:
                 logger.warning("worker %s is silent still: %s requests of it go elsewhere", worker, num_moved)
 
-    def _check_state(self, member: Member) -> None:
+    def _check_state(self, member: Membership) -> None:
         self._is_roll_due |= self._state(member, self._clock()) != member.state
 
     def rest(self, worker: WorkerId, retry_after_s: float | None) -> None:
@@ -234,7 +234,7 @@ class Fleet:
                 asyncio.get_running_loop().call_later(delay_s, self._end_rest, member, rest_until_s)
             self._is_roll_due = True
 
-    def _end_rest(self, member: Member, rest_until_s: float) -> None:
+    def _end_rest(self, member: Membership, rest_until_s: float) -> None:
         # A timer may come a moment early by the clock.
         if member.rest_until_s == rest_until_s:
             member.rest_until_s = 0.0
@@ -344,7 +344,7 @@ class Fleet:
                 worker,
                 record.info.scheme.namespace,
             )
-        self._members[worker] = Member(record, client, is_cache_aware, last_booking=self._num_booked)
+        self._members[worker] = Membership(record, client, is_cache_aware, last_booking=self._num_booked)
         self._worker_to_instance = None
         self._is_roll_due = True
         logger.info("worker %s joined (%s at %s)", worker, record.info.engine, record.info.address)
@@ -360,7 +360,7 @@ class Fleet:
         await member.disconnect()
         self._on_change()
 
-    def _check_awareness(self, member: Member) -> None:
+    def _check_awareness(self, member: Membership) -> None:
         """Use a worker for its cache no more once its engine has told of other blocks than it announced. Loud once."""
         status = member.client.status
         if member.is_cache_aware and status is not None and not status.is_cache_aware:
@@ -373,7 +373,7 @@ class Fleet:
             )
             self._on_change()
 
-    async def _probe(self, member: Member) -> None:
+    async def _probe(self, member: Membership) -> None:
         """Have a suspect worker compute one token."""
         worker, instance = member.record.info.worker, member.client.instance
         self._num_probes += 1

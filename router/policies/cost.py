@@ -86,8 +86,10 @@ class CostPolicy:
         return loads.has_free_slot & (loads.queued_prefill_s < self._bound_s(loads, fleet, age_s))
 
     def _max_queued_s(self, loads: Loads, requests: Requests) -> Floats:
-        """What the worker may have to prefill when the request is there: no word from it has to be waited for then."""
-        return loads.step_budget_s + self._weights.patience * requests.age_s[:, None]
+        """What the worker may have to prefill when the request is there: a step, which it would not break off, or what
+        takes no longer than to ask elsewhere."""
+        worth_waiting_s = np.maximum(loads.step_budget_s, loads.round_trip_s)
+        return worth_waiting_s + self._weights.patience * requests.age_s[:, None]
 
     def _bound_s(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Floats:
         """A worker that has less than this to prefill would have nothing left before another request could come."""

@@ -155,17 +155,16 @@ def test_only_cost_says_what_may_be_before_a_request_and_only_among_several_rout
     draws = random.Random(9)
     fleet = replace(FLEET, num_routers=num_routers)
     for _ in range(20):
-        loads = loads_of(*(random_load(draws) for _ in range(5)))
+        loads = loads_of(*({**random_load(draws), "round_trip_s": draws.uniform(0, 0.2)} for _ in range(5)))
         request = random_requests(draws, 1, len(loads))
         costs = policy.costs(request, loads, fleet, random.Random(1))
         told = [Ranking.of_row(costs, loads, request, 0, column).max_queued_tokens for column in range(len(loads))]
         if policy.name != "cost" or num_routers == 1:
             assert told == [None] * len(loads)
             continue
-        # A step of the worker, which it will not break off, and more the longer the request has waited.
-        step_tokens = loads.step_budget_s / loads.prefill_s_per_token
-        waited_tokens = CostWeights().patience * request.age_s[0] / loads.prefill_s_per_token
-        assert told == [int(tokens) for tokens in step_tokens + waited_tokens]
+        # A step of the worker or a round trip, whichever is longer, and more the longer the request has waited.
+        max_queued_s = np.maximum(loads.step_budget_s, loads.round_trip_s) + CostWeights().patience * request.age_s[0]
+        assert told == [int(tokens) for tokens in max_queued_s / loads.prefill_s_per_token]
 
 
 def test_what_may_be_before_a_request_is_a_number_that_can_be_sent_whatever_a_worker_has_measured() -> None:

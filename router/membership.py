@@ -13,7 +13,7 @@ STATES = ("ready", "silent", "away", "draining", "resting", "suspected")
 
 
 @dataclass(slots=True)
-class Member:
+class Membership:
     """A worker of the fleet. The fleet alone writes to it."""
 
     record: WorkerRecord
