@@ -93,6 +93,11 @@ class Fleet:
         return self._worker_to_instance
 
     @property
+    def max_model_len_tokens(self) -> int | None:
+        """The longest context among the members; `None` while there is none."""
+        return max((member.record.info.max_model_len_tokens for member in self._members.values()), default=None)
+
+    @property
     def num_routers(self) -> int:
         """Live routers of these workers, this one among them."""
         return self._place.num_routers

@@ -20,7 +20,7 @@ from router.means import Means
 from router.policies.base import Policy
 from router.requests import GenerateRequest
 from router.shares import Shares
-from shared.errors import NoWorker, Overloaded, QueueFull
+from shared.errors import ContextTooLong, NoWorker, Overloaded, QueueFull
 from shared.types import BlockKey, WorkerId
 
 __all__ = ["HoldQueue", "Placement"]
@@ -112,10 +112,18 @@ class HoldQueue:
         Who had a worker before (`is_again`; whoever has `excluded` any) is not refused a place and gives none up.
 
         Raises `QueueFull` when the queue is full or a more urgent request got its place, `Overloaded` when all workers
-        were busy for the whole timeout, `NoWorker` when there is none at its end.
+        were busy for the whole timeout, `NoWorker` when there is none at its end, `ContextTooLong` for a prompt that no
+        worker could ever hold.
         """
         if self._is_closed:
             raise NoWorker("the router is closing")
+        # To find that out a worker would have to be emptied for it.
+        longest_tokens = self._fleet.max_model_len_tokens
+        if longest_tokens is not None and request.num_prompt_tokens >= longest_tokens:
+            raise ContextTooLong(
+                f"a prompt of {request.num_prompt_tokens} tokens leaves no room for an answer: "
+                f"no worker's context is longer than {longest_tokens} tokens"
+            )
         expected_output_tokens = self._expected_output_tokens(request)
         num_tokens = request.num_prompt_tokens + expected_output_tokens
         held = Held(

@@ -13,11 +13,19 @@ import pytest
 from router.requests import RequestTrace
 from router.service import Router
 from router.tokenizer import Tokenizer
-from shared.errors import ConfigError, ContextTooLong, EngineError, KvrouteError, Overloaded, WorkerLost
+from shared.errors import (
+    ConfigError,
+    ContextTooLong,
+    EngineError,
+    InvalidRequest,
+    KvrouteError,
+    Overloaded,
+    WorkerLost,
+)
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, WorkerId
 from shared.vtime import run_virtual
-from tests.support.fakes import fake_tokens
+from tests.support.fakes import VOCABULARY, fake_tokens
 from tests.support.rack import SCHEME, Rack, Slot, ask, mirrored_rack, prompt, rack
 from tests.support.tokenizers import write_model_folder
 from worker.engines.base import BlockChange
@@ -245,12 +253,48 @@ class TestRefusalsAndBreaks:
         async def scenario() -> None:
             async with rack(1, **REAL, max_model_len_tokens=512) as workers, workers.router() as router:
                 for index in range(10):
-                    with pytest.raises(ContextTooLong):
+                    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+                        await ask(router, f"bad{index}", [VOCABULARY, *prompt(1, 160, index)])
+                    with pytest.raises(ContextTooLong, match="no worker's context is longer than 512 tokens"):
                         await ask(router, f"long{index}", prompt(1, 600, index))
                 _, trace = await ask(router, "good", prompt(1, 160, 0))
                 assert trace.bound_at_s == pytest.approx(trace.received_at_s, abs=1e-6)
 
         run_virtual(scenario())
+
+    def test_refusals_busy_answers_an_answer_and_breaks_in_a_row(self, caplog: pytest.LogCaptureFixture) -> None:
+        async def scenario() -> None:
+            async with rack(2, **REAL) as workers, workers.router() as router:
+                for prefix in range(20):
+                    await warm(workers, W0, token_ids=prompt(prefix, 320, 0))
+                refusing = _Refusing(workers.worker_to_slot[W0])
+                for prefix in range(10):
+                    with pytest.raises(InvalidRequest):
+                        await ask(router, f"bad{prefix}", [*prompt(prefix, 320, 1), VOCABULARY])
+                assert set(num_requests(router)) == {W0, W1}
+                refusing.refuse(Overloaded("queue full", retry_after_s=0.2))
+                for prefix in range(10):
+                    _, trace = await ask(router, f"busy{prefix}", prompt(prefix, 320, 1))
+                    assert (trace.failed_workers, trace.worker) == ([W0], W1)
+                    assert set(num_requests(router)) == {W1}
+                    await asyncio.sleep(0.3)
+                    assert set(num_requests(router)) == {W0, W1}
+                refusing.heal()
+                _, trace = await ask(router, "good", prompt(10, 320, 1))
+                assert (trace.worker, trace.matched_tokens, trace.failed_workers) == (W0, 320, [])
+                refusing.refuse(WorkerLost("the connection broke"))
+                for prefix in range(11, 16):
+                    assert set(num_requests(router)) == {W0, W1}
+                    _, trace = await ask(router, f"broken{prefix}", prompt(prefix, 320, 1))
+                    assert (trace.failed_workers, trace.worker) == ([W0], W1)
+                before = refusing.num_refused
+                assert set(num_requests(router)) == {W1}
+                _, trace = await ask(router, "open", prompt(16, 320, 1))
+                assert (trace.worker, trace.failed_workers) == (W1, [])
+                assert refusing.num_refused == before
+
+        run_virtual(scenario())
+        assert caplog.text.count("failed 5 requests in a row") == 1
 
     @pytest.mark.parametrize(("retry_after_s", "rest_s"), [(0.3, 0.3), (3.0, 3.0), (None, 1.0), (600.0, 30.0)])
     def test_busy_worker_rests_for_the_time_it_names_and_is_tried_again(
@@ -461,6 +505,36 @@ class TestHealthTraffic:
                         assert num_requests(router) == {W0: 20, W1: 0}
                     traces = [t for _, t in await ask_all(router, [prompt(1, 160, t) for t in range(5)])]
                     assert Counter(trace.worker for trace in traces) == {W1: 5}
+                    await busy
+
+        run_virtual(scenario())
+
+    def test_probes_of_a_suspect_worker_leave_its_streams_counted_and_its_load_as_it_is(self) -> None:
+        async def scenario() -> None:
+            async with rack(2, **REAL, num_blocks=8192) as workers, workers.router() as router:
+                for prefix in range(10, 15):
+                    await warm(workers, W0, token_ids=prompt(prefix, 9600, 0))
+                refusing = _Refusing(workers.worker_to_slot[W0])
+                async with workers.router(only=frozenset({W0})) as other:
+                    busy = asyncio.create_task(ask_all(other, [prompt(7, 32, t) for t in range(20)], "b", 6000))
+                    await asyncio.sleep(1.0)
+                    refusing.refuse(EngineError("out of memory"))
+                    for prefix in range(10, 15):
+                        _, trace = await ask(router, f"r{prefix}", prompt(prefix, 9600, 1))
+                        assert trace.failed_workers == [W0]
+                    assert set(num_requests(router)) == {W1}
+                    num_refused = refusing.num_refused
+                    await asyncio.sleep(4.0)
+                    assert refusing.num_refused > num_refused, "it has been probed"
+                    refusing.heal()
+                    async with asyncio.timeout(20.0):
+                        while W0 not in num_requests(router):
+                            await asyncio.sleep(0.1)
+                    await asyncio.sleep(0.2)
+                    assert num_requests(router) == {W0: 20, W1: 0}
+                    traces = [t for _, t in await ask_all(router, [prompt(1, 160, t) for t in range(5)])]
+                    assert Counter(trace.worker for trace in traces) == {W1: 5}
+                    assert not busy.done()
                     await busy
 
         run_virtual(scenario())

@@ -101,6 +101,16 @@ def test_a_prompt_that_no_worker_can_hold_is_an_outcome_and_no_end():
     assert (failed.finished_at_s, failed.first_token_at_s, failed.num_output_tokens) == (None, None, 0)
 
 
+def test_a_prompt_that_no_worker_can_hold_holds_up_nobody():
+    asked = list(arrivals(200, 60.0))
+    plain = simulate(SPEC, make_policy("cost"), asked)
+    giant = Arrival(asked[99].at_s, pack_tokens(range(20_000)), 100)
+    result = simulate(SPEC, make_policy("cost"), [*asked[:100], giant, *asked[100:]])
+    assert result.outcomes[100].error == "ContextTooLong"
+    assert result.num_requests == pytest.approx(plain.num_requests, abs=20)
+    assert result.makespan_s == pytest.approx(plain.makespan_s, rel=0.02)
+
+
 def test_arrivals_are_taken_one_by_one():
     num_taken = 0
 
