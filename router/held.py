@@ -96,6 +96,10 @@ class HeldTable:
         return self._own_tokens[: len(self._held)]
 
     @property
+    def demand_blocks(self) -> Ints:
+        return self._demand_blocks[: len(self._held)]
+
+    @property
     def arrived_at_s(self) -> Floats:
         return self._arrived_at_s[: len(self._held)]
 

@@ -253,7 +253,7 @@ class HoldQueue:
         if not is_ready.any():
             self._ask_again(np.arange(len(self._table)))
             return
-        rows = self._in_order(fleet, is_ready, now_s)
+        rows = self._in_order(loads, fleet, is_ready, now_s)
         self._ask_again(rows)
         bound: list[Held] = []
         while len(rows) and is_ready.any():
@@ -297,11 +297,12 @@ class HoldQueue:
             is_ready[column] = False
         return is_ready
 
-    def _in_order(self, fleet: FleetState, is_ready: Flags, now_s: float) -> Ints:
+    def _in_order(self, loads: Loads, fleet: FleetState, is_ready: Flags, now_s: float) -> Ints:
         """The rows to look at. Who waits for a busy worker must not keep others from being looked at."""
         table = self._table
         own_s: Floats = np.multiply(table.own_tokens, fleet.prefill_s_per_token)
-        urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, fleet)
+        demand_share = table.demand_blocks * (len(loads) / loads.kv_total_blocks.sum())
+        urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, demand_share, fleet)
         is_parked = ~np.append(is_ready, True)[table.waits_for]
         self._has_unseen = len(table) - int(is_parked.sum()) > _LOOKED_AT
         return table.to_weigh(urgency, is_parked, _LOOKED_AT, self._num_passes)
@@ -326,8 +327,7 @@ class HoldQueue:
             worker,
             held.request.request,
             uncached_tokens=num_prompt_tokens - matched_tokens,
-            # Cached blocks count too: those that nobody holds leave the free ones when the request takes them.
-            demand_blocks=held.demand_blocks,
+            demand_blocks=held.demand_blocks - matched_tokens // self._block_size_tokens,
         )
         self._table.settle(held)
         self._note_sent(num_prompt_tokens, num_prompt_tokens - matched_tokens)
@@ -393,6 +393,8 @@ class HoldQueue:
             mean_own_s=self._mean_own_tokens * prefill_s_per_token,
             backlog_s=self._table.total_own_tokens * prefill_s_per_token,
             mean_output_tokens=self._mean_output_tokens,
+            answer_s=self._mean_output_tokens * float((loads.step_s + loads.decode_s).sum()) / len(loads),
+            num_workers=len(loads),
             num_routers=self._fleet.num_routers,
             block_size_tokens=self._block_size_tokens,
         )
