@@ -68,8 +68,8 @@ class Hints:
                 key_to_more[key] = key_to_more.get(key, 0) + 1
             for key in keys[num_own:num_known]:
                 key_to_bits[key] |= bit
-            # Most keys of most prompts: all at once.
-            key_to_bits.update(dict.fromkeys(keys[num_known:], bit))
+            for key in keys[num_known:]:
+                key_to_bits[key] = bit
             self._tell(promise, num_own)
         return promise
 

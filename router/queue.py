@@ -209,13 +209,16 @@ class HoldQueue:
         """Bind whoever can be bound now, most urgent first; with a newcomer only that one: nothing else is new."""
         try:
             self._hints.expire()
-            loads = self._fleet.loads()
-            self._sync_workers(loads)
             if newcomer is None:
                 self._is_pass_due = False
                 self._num_passes += 1
                 self._column_to_reserved.clear()
-            if not len(loads) or not len(self._table):
+            if not len(self._table):
+                self._fleet.note_news()
+                return
+            loads = self._fleet.loads()
+            self._sync_workers(loads)
+            if not len(loads):
                 return
             if newcomer is not None:
                 # Who comes first waits for nobody; behind others there may be no worker that is worth a look.

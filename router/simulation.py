@@ -167,12 +167,13 @@ class _Simulation:
                 stack.push_async_callback(worker.engine.close)
                 stack.push_async_callback(worker.publisher.stop)
                 stack.callback(worker.host.close)
+            # Routers of one lag see the same at any time, and each only reads: one mirror is the mirror of all.
+            directory = MirroredDirectory(store, StreamedFeed(store, lag_s=spec.lag_s), wait_s=_PATIENCE_S)
+            directory.start()
             for number in range(spec.num_routers):
-                directory = MirroredDirectory(store, StreamedFeed(store, lag_s=spec.lag_s), wait_s=_PATIENCE_S)
-                directory.start()
                 router = self._make_router(number, policy, directory, scheme)
                 await stack.enter_async_context(router)
-                await directory.caught_up()
+            await directory.caught_up()
             yield self
 
     async def run(self, arrivals: Iterable[Arrival]) -> FleetResult:

@@ -106,7 +106,8 @@ class Fault:
 class Delta:
     """New tokens of one request. `offset` is the number of tokens sent before these.
 
-    Nobody modifies one. It is not frozen, since one is made at each end for each token, and freezing triples the time.
+    Nobody modifies one that is in a frame. It is not frozen, since one is made at each end for each token, and freezing
+    triples the time.
     """
 
     request: RequestId

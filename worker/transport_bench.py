@@ -71,9 +71,8 @@ async def _measure_streams(
 async def _stream_once(client: ChannelClient, engine: _SteadyEngine, number: int, num_steps: int) -> float:
     """Tokens for each second of CPU time."""
     first = number * _NUM_STREAMS
-    streams = [
-        _submit(client, first + index, num_prompt_tokens=64, max_tokens=num_steps) for index in range(_NUM_STREAMS)
-    ]
+    prompt = _prompt(64)
+    streams = [_submit(client, first + index, prompt, max_tokens=num_steps) for index in range(_NUM_STREAMS)]
     readers = asyncio.gather(*map(_read, streams))
     for _ in streams:
         await engine.started.get()
@@ -89,10 +88,11 @@ async def _stream_once(client: ChannelClient, engine: _SteadyEngine, number: int
 
 async def _measure_submits(client: ChannelClient, engine: _SteadyEngine, num_submits: int) -> float:
     """CPU microseconds from a submit until its router has heard the only token, one after the other."""
+    prompt = _prompt(_PROMPT_TOKENS)
     times_s = []
     for index in range(num_submits):
         started_cpu_s = time.process_time()
-        reader = asyncio.create_task(_read(_submit(client, -1 - index, num_prompt_tokens=_PROMPT_TOKENS, max_tokens=1)))
+        reader = asyncio.create_task(_read(_submit(client, -1 - index, prompt, max_tokens=1)))
         await engine.started.get()
         engine.step()
         await reader
@@ -100,8 +100,12 @@ async def _measure_submits(client: ChannelClient, engine: _SteadyEngine, num_sub
     return 1e6 * median(times_s)
 
 
-def _submit(client: ChannelClient, index: int, *, num_prompt_tokens: int, max_tokens: int) -> DeltaStream:
-    prompt = pack_tokens([random.Random(index).randrange(30_000)] * num_prompt_tokens)
+def _prompt(num_tokens: int) -> bytes:
+    draws = random.Random(_SEED)
+    return pack_tokens([draws.randrange(30_000) for _ in range(num_tokens)])
+
+
+def _submit(client: ChannelClient, index: int, prompt: bytes, *, max_tokens: int) -> DeltaStream:
     return client.submit(RequestId(f"request-{index}"), 1, prompt, Sampling(max_tokens=max_tokens))
 
 

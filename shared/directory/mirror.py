@@ -173,15 +173,18 @@ class Mirror:
         found: dict[WorkerId, Match] = {}
         shards = self._shards
         num_blocks = 0
-        for key in keys:
-            if not candidates & (candidates - 1):
-                break
-            held = shards[key[0]].get(key, 0) & candidates
-            if held != candidates:
+        if candidates & (candidates - 1):
+            for num_blocks, key in enumerate(keys):
+                held = shards[key[0]].get(key, 0) & candidates
+                if held == candidates:
+                    continue
                 if num_blocks:
                     self._collect(candidates ^ held, num_blocks, found)
                 candidates = held
-            num_blocks += 1
+                if not held & (held - 1):
+                    break  # one is left, or nobody
+            else:
+                num_blocks = len(keys)
         if candidates:
             if not candidates & (candidates - 1):
                 num_blocks += self._num_leading(keys, num_blocks, candidates)
@@ -209,10 +212,11 @@ class Mirror:
         """Note the depth of every slot in `bits`."""
         while bits:
             slot = bits.bit_length() - 1
-            bits ^= 1 << slot
             copy = self._slots[slot]
-            if copy is not None:
-                found[copy.worker] = copy.match(num_blocks)
+            assert copy is not None, "a bit of a match is that of a copy"
+            bits ^= copy.bit
+            # Asked here first: where all workers hold a beginning, the calls would take as long as all look-ups.
+            found[copy.worker] = copy._depth_to_match.get(num_blocks) or copy.match(num_blocks)
 
     def _clear(self, key: BlockKey, bit: int) -> None:
         shard = self._shards[key[0]]

@@ -47,7 +47,8 @@ class Session:
         self._timings = timings
         self._max_unacknowledged_bytes = max_unacknowledged_bytes
         self._channel: Channel | None = None
-        self._pending: dict[RequestKey, _Gathered] = {}
+        self._pending: dict[RequestKey, Delta] = {}
+        """Each request's news since the last frame; they change until they are in one."""
         self._pending_bytes = 0
         self._outbox: dict[int, bytes] = {}
         self._outbox_bytes = 0
@@ -121,14 +122,15 @@ class Session:
         if gathered is None:
             if not self._pending:
                 self._wake.set()
-            gathered = self._pending[key] = _Gathered(offset)
+            self._pending[key] = Delta(*key, offset, token_ids, finish, cached_tokens, fault)
             self._pending_bytes += _DELTA_BYTES
-        gathered.token_ids += token_ids
+        else:
+            gathered.token_ids += token_ids
+            if cached_tokens is not None:
+                gathered.cached_tokens = cached_tokens
+            gathered.finish = finish
+            gathered.fault = fault
         self._pending_bytes += _TOKEN_BYTES * len(token_ids)
-        if cached_tokens is not None:
-            gathered.cached_tokens = cached_tokens
-        gathered.finish = finish
-        gathered.fault = fault
         if not self._is_urgent and (offset == 0 or finish is not None or fault is not None):
             self._is_urgent = True
             self._wake.set()
@@ -238,7 +240,7 @@ class Session:
                 self._instance,
                 self._last_frame,
                 self.last_submit,
-                tuple([gathered.delta(key) for key, gathered in self._pending.items()]),
+                tuple(self._pending.values()),
                 self._read_status() if is_status_due else None,
             )
         )
@@ -249,19 +251,3 @@ class Session:
         self._outbox_bytes += len(raw)
         if not self.is_full:
             self._room.set()
-
-
-class _Gathered:
-    """One request's news since the last frame."""
-
-    __slots__ = ("cached_tokens", "fault", "finish", "offset", "token_ids")
-
-    def __init__(self, offset: int) -> None:
-        self.offset = offset
-        self.token_ids: list[int] = []
-        self.finish: FinishReason | None = None
-        self.cached_tokens: int | None = None
-        self.fault: Fault | None = None
-
-    def delta(self, key: RequestKey) -> Delta:
-        return Delta(*key, self.offset, tuple(self.token_ids), self.finish, self.cached_tokens, self.fault)

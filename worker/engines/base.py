@@ -42,9 +42,9 @@ class EngineRequest:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineDelta:
-    """New tokens of one sequence."""
+    """New tokens of one sequence. Nobody modifies one; it is not frozen for the reason that `Delta` is not."""
 
     token_ids: tuple[int, ...]
     finish: FinishReason | None = None
