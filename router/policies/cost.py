@@ -95,7 +95,7 @@ class CostPolicy:
         waited for too long.
 
         Short ones first is least mean wait (Smith, 1956). Besides its prefill a request takes up its share of a
-        worker's blocks while its answer lasts.
+        worker's blocks while its answer lasts. A bounded queue bounds every wait.
         """
         work_s = own_s + demand_share * fleet.answer_s
         drain_s = fleet.mean_own_s + work_s.sum() * fleet.num_routers / fleet.num_workers
