@@ -188,7 +188,7 @@ class Binder:
         if not is_ready.any():
             self._ask_again(np.arange(len(self._table)))
             return
-        rows, may_reserve = self._in_order(fleet, is_ready, now_s)
+        rows, may_reserve = self._in_order(loads, fleet, is_ready, now_s)
         self._ask_again(rows)
         bound: list[Held] = []
         while len(rows) and is_ready.any():
@@ -232,14 +232,15 @@ class Binder:
             is_ready[column] = False
         return is_ready
 
-    def _in_order(self, fleet: FleetState, is_ready: Flags, now_s: float) -> tuple[Ints, Flags]:
+    def _in_order(self, loads: Loads, fleet: FleetState, is_ready: Flags, now_s: float) -> tuple[Ints, Flags]:
         """The rows to look at, and which of all rows may keep a worker free for themselves.
 
         Who waits for a busy worker must not keep others from being looked at.
         """
         table = self._table
         own_s: Floats = np.multiply(table.own_tokens, fleet.prefill_s_per_token)
-        urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, fleet)
+        demand_share = table.demand_blocks * (len(loads) / loads.kv_total_blocks.sum())
+        urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, demand_share, fleet)
         is_parked = ~np.append(is_ready, True)[table.waits_for]
         self._has_unseen = len(table) - int(is_parked.sum()) > _LOOKED_AT
         may_reserve: Flags = np.ones(len(table), dtype=np.bool_)
@@ -286,8 +287,7 @@ class Binder:
             worker,
             held.request.request,
             uncached_tokens=num_prompt_tokens - matched_tokens,
-            # Cached blocks count too: those that nobody holds leave the free ones when the request takes them.
-            demand_blocks=held.demand_blocks,
+            demand_blocks=held.demand_blocks - matched_tokens // self._block_size_tokens,
         )
         self._table.settle(held)
         self._means.note_sent(num_prompt_tokens, num_prompt_tokens - matched_tokens)

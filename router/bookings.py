@@ -36,15 +36,15 @@ class Booking:
 class Claims:
     """This router's bookings on one worker.
 
-    `unseen` ones are in no status so far; `pending` ones have no first token. The three sums are kept as bookings come
+    `unseen` ones are in no status so far; `pending` ones have no first token. The sums are kept as bookings come
     and go, and equal what adding up the live bookings would give.
     """
 
     def __init__(self) -> None:
         self.unseen_tokens = 0
         """Uncached tokens of the bookings that are unseen and pending."""
-        self.pending_blocks = 0
-        """Demand of the pending ones: blocks are taken when prefill begins, which a status may not show yet."""
+        self.unseen_blocks = 0
+        """What the same will need beside what they share; of seen ones the status tells."""
         self._live: set[Booking] = set()
         self._unseen: set[Booking] = set()
 
@@ -60,14 +60,13 @@ class Claims:
         self._live.add(booking)
         self._unseen.add(booking)
         self.unseen_tokens += booking.uncached_tokens
-        self.pending_blocks += booking.demand_blocks
+        self.unseen_blocks += booking.demand_blocks
 
     def note_first_token(self, booking: Booking) -> None:
         """Its prefill is over. Modifies; to be told twice, or after the end, changes no sum."""
-        if booking in self._live and not booking._has_first_token:
-            self.pending_blocks -= booking.demand_blocks
-            if booking in self._unseen:
-                self.unseen_tokens -= booking.uncached_tokens
+        if booking in self._unseen and not booking._has_first_token:
+            self.unseen_tokens -= booking.uncached_tokens
+            self.unseen_blocks -= booking.demand_blocks
         booking._has_first_token = True
 
     def note_seen(self, last_submit: int) -> None:
@@ -82,8 +81,6 @@ class Claims:
             return
         if booking in self._unseen:
             self._see(booking)
-        if not booking._has_first_token:
-            self.pending_blocks -= booking.demand_blocks
         self._live.discard(booking)
 
     def give_up(self, error: KvrouteError) -> int:
@@ -99,3 +96,4 @@ class Claims:
         self._unseen.discard(booking)
         if not booking._has_first_token:
             self.unseen_tokens -= booking.uncached_tokens
+            self.unseen_blocks -= booking.demand_blocks

@@ -118,6 +118,9 @@ class HeldTable:
     def priorities(self) -> Ints:
         return self._priorities[: len(self._held)]
 
+    def demand_blocks(self) -> Ints:
+        return self._demand_blocks[: len(self._held)]
+
     @property
     def arrived_at_s(self) -> Floats:
         return self._arrived_at_s[: len(self._held)]

@@ -161,7 +161,9 @@ def column_of(
     status = client.status or _IDLE_STATUS
     num_requests = status.num_running + status.num_waiting + claims.num_unseen
     queued_prefill_tokens = status.queued_prefill_tokens + claims.unseen_tokens
-    kv_demand_blocks = status.kv_used_blocks + claims.pending_blocks
+    # Prefills take their blocks as they go: what all routers' accepted ones have still to take, the worker has told.
+    accepted_blocks = -(-status.queued_prefill_tokens // info.scheme.block_size_tokens)
+    kv_demand_blocks = status.kv_used_blocks + accepted_blocks + claims.unseen_blocks
     kv_used_blocks = min(kv_demand_blocks, info.num_blocks)
     return Column(
         num_requests=num_requests,

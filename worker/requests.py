@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from shared.errors import ContextTooLong, EngineError, InvalidRequest, KvrouteError
-from shared.hashing import unpack_tokens
+from shared.hashing import TOKEN_SIZE_BYTES, unpack_tokens
 from shared.messages import Submit
 from shared.transport.faults import fault_of
 from shared.transport.session import RequestKey, Session

@@ -123,6 +123,12 @@ class Requests:
         own_tokens: Ints = np.maximum(self.num_prompt_tokens[:, None] - self.matched_tokens, 1)
         return own_tokens
 
+    def new_blocks(self, block_size_tokens: int) -> Ints:
+        """(requests, workers): blocks of the demand that the worker does not hold. Those that it holds but no running
+        request shares leave the free ones as well; who knows which these are is the worker alone."""
+        new_blocks: Ints = self.demand_blocks[:, None] - self.matched_tokens // block_size_tokens
+        return new_blocks
+
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
@@ -138,6 +144,9 @@ class FleetState:
     """Uncached prefill time of the requests that this router holds."""
     mean_output_tokens: float = 0.0
     """Length of an answer."""
+    answer_s: float = 0.0
+    """Time that an answer of that length takes, as busy as workers are now."""
+    num_workers: int = 1
     num_routers: int = 1
     """Live routers of the same workers, this one among them."""
     block_size_tokens: int = 64
@@ -263,9 +272,10 @@ class Policy(Protocol):
         """
         ...
 
-    def urgency(self, age_s: Floats, own_s: Floats, fleet: FleetState) -> Floats:
+    def urgency(self, age_s: Floats, own_s: Floats, demand_share: Floats, fleet: FleetState) -> Floats:
         """Which held requests are looked at first: the highest. Early-binding policies never hold and are not asked.
 
-        `own_s` is the time to prefill what the best worker does not hold, positive.
+        All held requests are given. `own_s` is the time to prefill what the best worker does not hold, positive;
+        `demand_share` is the share of a mean worker's blocks that each will need.
         """
         ...

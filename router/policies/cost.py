@@ -20,8 +20,6 @@ from router.policies.base import Costs, Flags, FleetState, Floats, Ints, Loads, 
 class CostWeights:
     """What each part counts. Pure numbers, none of them a time; found by simulation, and the same for every fleet."""
 
-    own_prefill: float = 1.5
-    """Own prefill counts more than waiting, since it also delays whoever comes after."""
     fullness: float = 0.5
     """A worker full of sequences or blocks costs half a mean prompt: it decodes slower and evicts what others want."""
     decode: float = 1.0
@@ -30,11 +28,13 @@ class CostWeights:
     where workers are busy; where none is, all agree on one worker for each prompt that nobody holds."""
     crowd: float = 1.0
     """More requests than its share make every step longer, and leave a place empty elsewhere."""
-    slot: float = 1.0
-    """Time until an answer ends where all slots are taken. Without it a request waits for the slots of a worker full of
-    long answers while others stand idle."""
+    room: float = 1.0
+    """Time until answers have ended that leave a slot and the blocks. Without it a request waits for the slots of a
+    worker full of long answers while others stand idle, and a large one for blocks that are free elsewhere."""
     patience: float = 0.03
     """Of several routers, the one whose request has waited longer gets ahead by this share of its age."""
+    longest_wait: float = 2.5
+    """Short requests overtake others until these have waited so many times as long as all that is held takes."""
 
 
 class CostPolicy:
@@ -54,7 +54,11 @@ class CostPolicy:
         queued_s = loads.queued_prefill_s
         pressure = _pressure(queued_s, fleet)
         has_free_slot = loads.has_free_slot
-        own_s: Floats = np.multiply(requests.own_tokens, weights.own_prefill * loads.prefill_s_per_token)
+        own_s: Floats = np.multiply(requests.own_tokens, loads.prefill_s_per_token)
+        # A worker that runs nothing takes anything: what it cannot hold it refuses by name; no wait would mend that.
+        free_blocks = np.where(num_requests, loads.kv_total_blocks - loads.kv_used_blocks, _UNLIMITED)
+        missing_blocks = requests.new_blocks(fleet.block_size_tokens) - free_blocks
+        fits = missing_blocks <= 0
         terms: dict[str, Floats] = {
             "queue_s": queued_s / (1.0 + pressure),
             "fullness_s": weights.fullness * fleet.mean_full_s * loads.fullness,
@@ -64,13 +68,10 @@ class CostPolicy:
             terms["home_s"] = np.where(loads.is_home, 0.0, weights.away_from_home * _crowding_s(queued_s, fleet))
         if weights.crowd:
             terms["crowd_s"] = weights.crowd * _crowd_s(loads)
-        if weights.slot and not has_free_slot.all():
-            terms["slot_s"] = weights.slot * _slot_s(loads, fleet) / (1.0 + pressure)
+        if weights.room and not (fits.all() and has_free_slot.all()):
+            terms["room_s"] = weights.room * _room_s(missing_blocks, loads, fleet) / (1.0 + pressure)
         bound_s = self._bound_s(loads, fleet, requests.age_s[:, None])
         is_ready = has_free_slot & (queued_s < bound_s)
-        # A worker that runs nothing takes anything: what it cannot hold it refuses by name; no wait would mend that.
-        free_blocks = np.where(num_requests, loads.kv_total_blocks - loads.kv_used_blocks, _UNLIMITED)
-        fits = requests.demand_blocks[:, None] <= free_blocks
         can_send = is_ready & fits
         return Costs(
             total=own_s + functools.reduce(np.add, terms.values()),
@@ -98,12 +99,21 @@ class CostPolicy:
             bound_s = bound_s + self._weights.patience * age_s
         return bound_s
 
-    def urgency(self, age_s: Floats, own_s: Floats, fleet: FleetState) -> Floats:
-        """A response ratio with squared age: short or cached prompts first, nobody for ever."""
-        return (age_s + fleet.mean_own_s) ** 2 / own_s
+    def urgency(self, age_s: Floats, own_s: Floats, demand_share: Floats, fleet: FleetState) -> Floats:
+        """The shortest first, by the time of a worker that each takes up; before them, the oldest of those that have
+        waited for too long.
+
+        Short ones first is least mean wait (Smith, 1956). Besides its prefill a request takes up its share of a
+        worker's blocks while its answer lasts. A bounded queue bounds every wait.
+        """
+        work_s = own_s + demand_share * fleet.answer_s
+        drain_s = fleet.mean_own_s + work_s.sum() * fleet.num_routers / fleet.num_workers
+        overdue = age_s / (self._weights.longest_wait * drain_s)
+        return np.where(overdue > 1.0, overdue, work_s.min() / work_s)
 
 
-_UNLIMITED = np.iinfo(np.int64).max
+_UNLIMITED = np.iinfo(np.int64).max // 2
+"""More blocks than there are; far from where differences overflow."""
 
 
 def _pressure(queued_s: Floats, fleet: FleetState) -> float:
@@ -123,8 +133,9 @@ def _crowd_s(loads: Loads) -> Floats:
     return (loads.step_s + loads.decode_s) * num_over
 
 
-def _slot_s(loads: Loads, fleet: FleetState) -> Floats:
-    """Time until enough answers have ended for one more request to have a slot."""
-    num_to_end: Ints = np.maximum(loads.num_requests + 1 - loads.max_num_seqs, 0)
-    answer_s = fleet.mean_output_tokens * (loads.step_s + loads.decode_s_per_seq * loads.max_num_seqs)
-    return num_to_end * answer_s / loads.max_num_seqs
+def _room_s(missing_blocks: Ints, loads: Loads, fleet: FleetState) -> Floats:
+    """Time until enough answers have ended for one more request to have a slot and its blocks."""
+    missing_slots = np.maximum(loads.num_requests + 1 - loads.max_num_seqs, 0) / loads.max_num_seqs
+    missing = np.maximum(missing_slots, missing_blocks / loads.kv_total_blocks)
+    room_s: Floats = missing * (fleet.mean_output_tokens * (loads.step_s + loads.decode_s))
+    return room_s

@@ -246,7 +246,7 @@ class TestCost:
         assert order_of(make_policy("cost"), loads)[0] == "w1"
 
     def test_a_busy_holder_is_waited_for_and_not_replaced_while_its_cache_saves_more(self) -> None:
-        loads = loads_of({"num_requests": 8, "queued_prefill_tokens": 128}, {})
+        loads = loads_of({"num_requests": 3, "queued_prefill_tokens": 2200}, {})
         order, can_send = rank(make_policy("cost"), loads, request_of([4032, 0]))
         assert (order[0], can_send) == ("w0", False)
 
@@ -264,6 +264,21 @@ class TestCost:
         )
         assert costs.lacks_blocks is not None
         assert costs.lacks_blocks.all()
+
+    def test_blocks_that_the_worker_holds_are_not_asked_for_again(self) -> None:
+        loads = loads_of({"num_requests": 1, "kv_used_blocks": 790})
+        demand = {"num_prompt_tokens": 4096, "demand_blocks": 65}
+        assert [
+            rank(make_policy("cost"), loads, request_of([cached], **demand))[1] for cached in (54 * 64, 55 * 64)
+        ] == [False, True]
+
+    def test_a_large_prompt_goes_where_there_is_room_before_it_waits_for_a_place_that_is_as_good(self) -> None:
+        full, roomy = {"num_requests": 2, "kv_used_blocks": 750}, {"num_requests": 4, "kv_used_blocks": 600}
+        loads, request = loads_of(full, roomy), request_of([640, 0], num_prompt_tokens=8192, demand_blocks=150)
+        assert rank(make_policy("cost"), loads, request, fleet=replace(FLEET, mean_output_tokens=500.0)) == (
+            ["w1", "w0"],
+            True,
+        )
 
     def test_equal_prompts_agree_on_a_worker_before_any_holds_them(self) -> None:
         loads = loads_of(*({} for _ in range(8)))
@@ -294,24 +309,38 @@ class TestCost:
             slower = [column | {t: column.get(t, idle) * factor for t, idle in times.items()} for column in columns]
             requests = random_requests(draws, 7, 5)
             older = Requests(*(getattr(requests, n) * (factor if n == "age_s" else 1) for n in Requests.__slots__))
-            fleet = FleetState(1e-4, 0.4, 0.2, 3.0, 64.0, num_routers)
-            slow = FleetState(1e-4 * factor, 0.4 * factor, 0.2 * factor, 3.0 * factor, 64.0, num_routers)
+            times = (1e-4, 0.4, 0.2, 3.0)
+            counts: dict[str, Any] = {"mean_output_tokens": 64.0, "num_workers": 5, "num_routers": num_routers}
+            fleet = FleetState(*times, **counts, answer_s=2.0)
+            slow = FleetState(*(time * factor for time in times), **counts, answer_s=2.0 * factor)
             ours = policy.costs(requests, loads_of(*columns), fleet, random.Random(1))
             theirs = policy.costs(older, loads_of(*slower), slow, random.Random(1))
             assert ours.best(loads_of(*columns)).tolist() == theirs.best(loads_of(*slower)).tolist()
             assert (ours.can_send == theirs.can_send).all()
             assert (ours.lacks_blocks == theirs.lacks_blocks).all()
             own_s = np.linspace(0.01, 1.0, 7)
-            urgency = policy.urgency(requests.age_s, own_s, fleet)
-            scaled = policy.urgency(older.age_s, own_s * factor, slow)
-            assert urgency.argsort().tolist() == scaled.argsort().tolist()
+            shares = requests.demand_blocks / 800
+            urgency = policy.urgency(requests.age_s, own_s, shares, fleet)
+            scaled = policy.urgency(older.age_s, own_s * factor, shares, slow)
+            assert urgency == pytest.approx(scaled)
 
-    def test_short_uncached_rests_go_first_but_age_overtakes_them(self) -> None:
-        policy = make_policy("cost")
-        fresh = policy.urgency(np.zeros(2), np.array([0.01, 0.8]), FLEET)
-        assert fresh[0] > fresh[1]
-        aged = policy.urgency(np.array([0.0, 60.0]), np.array([0.01, 0.8]), FLEET)
-        assert aged[1] > aged[0]
+    def test_who_takes_up_the_least_of_a_worker_goes_first(self) -> None:
+        fleet = replace(FLEET, answer_s=2.0)
+        # By own prefill and share of blocks: 0.2 + 2 * 0.1, 0.3 + 2 * 0.01, 0.01 + 2 * 0.5.
+        urgency = make_policy("cost").urgency(
+            np.zeros(3), np.array([0.2, 0.3, 0.01]), np.array([0.1, 0.01, 0.5]), fleet
+        )
+        assert (-urgency).argsort().tolist() == [1, 0, 2]
+
+    def test_who_has_waited_for_longer_than_all_that_is_held_takes_goes_first_the_oldest_before_all(self) -> None:
+        own_s, shares = np.array([0.01, 0.8, 0.8, 0.4]), np.zeros(4)
+        policy, fleet = make_policy("cost"), replace(FLEET, num_workers=2)
+        # All that is held keeps two workers busy for about a second, and one mean request is added.
+        limit_s = CostWeights().longest_wait * (2.01 / 2 + fleet.mean_own_s)
+        early = policy.urgency(np.array([0.0, 0.9, 0.0, 0.5]) * limit_s, own_s, shares, fleet)
+        assert (-early).argsort(kind="stable").tolist() == [0, 3, 1, 2]
+        late = policy.urgency(np.array([0.0, 1.1, 1.2, 0.5]) * limit_s, own_s, shares, fleet)
+        assert (-late).argsort().tolist() == [2, 1, 0, 3]
 
     def test_routers_keep_to_their_homes_among_busy_equals_and_leave_them_for_much_cheaper_workers(self) -> None:
         policy, several = make_policy("cost"), FleetState(1e-4, 0.4, 0.2, num_routers=2)
@@ -343,7 +372,7 @@ class TestCost:
     @pytest.mark.parametrize("seed", range(20))
     def test_the_arrays_say_what_the_formula_says(self, seed: int) -> None:
         draws = random.Random(seed)
-        weights = CostWeights(crowd=draws.choice((0.0, 1.0)), slot=draws.choice((0.0, 0.7)))
+        weights = CostWeights(crowd=draws.choice((0.0, 1.0)), room=draws.choice((0.0, 0.7)))
         columns = [random_load(draws) for _ in range(draws.randrange(1, 11))]
         loads, requests = loads_of(*columns), random_requests(draws, draws.randrange(1, 9), len(columns))
         fleet = FleetState(1e-4, 0.4, 0.2, draws.uniform(0, 9), 64.0, draws.choice((1, 4)))
@@ -368,7 +397,7 @@ def plain_cost(
     pressure = (sum(queued_s) / num_workers + fleet.backlog_s / num_workers) / fleet.mean_full_s
     own_tokens = max(1, requests.num_prompt_tokens[row] - requests.matched_tokens[row, column])
     total = queued_s[column] / (1 + pressure)
-    total += weights.own_prefill * own_tokens * w["prefill_s_per_token"]
+    total += own_tokens * w["prefill_s_per_token"]
     fullness = max(w["kv_used_blocks"] / w["kv_total_blocks"], w["num_requests"] / w["max_num_seqs"])
     total += weights.fullness * fleet.mean_full_s * fullness
     total += weights.decode * w["decode_s_per_seq"] * w["num_requests"]
@@ -378,10 +407,13 @@ def plain_cost(
         bound_s += weights.patience * requests.age_s[row]
     num_over = max(0.0, w["num_requests"] - sum(loads.num_requests) / num_workers)
     total += weights.crowd * num_over * (w["step_s"] + w["decode_s_per_seq"] * w["num_requests"])
-    num_to_end = max(0, w["num_requests"] + 1 - w["max_num_seqs"])
-    answer_s = fleet.mean_output_tokens * (w["step_s"] + w["decode_s_per_seq"] * w["max_num_seqs"])
-    total += weights.slot * num_to_end * answer_s / w["max_num_seqs"] / (1 + pressure)
-    fits = w["num_requests"] == 0 or w["kv_used_blocks"] + requests.demand_blocks[row] <= w["kv_total_blocks"]
+    new_blocks = requests.demand_blocks[row] - requests.matched_tokens[row, column] // 64
+    missing_blocks = new_blocks - (w["kv_total_blocks"] - w["kv_used_blocks"]) if w["num_requests"] else 0
+    missing_slots = w["num_requests"] + 1 - w["max_num_seqs"]
+    missing = max(0.0, missing_blocks / w["kv_total_blocks"], missing_slots / w["max_num_seqs"])
+    answer_s = fleet.mean_output_tokens * (w["step_s"] + w["decode_s_per_seq"] * w["num_requests"])
+    total += weights.room * missing * answer_s / (1 + pressure)
+    fits = missing_blocks <= 0
     return total, bool(w["num_requests"] < w["max_num_seqs"] and queued_s[column] < bound_s and fits)
 
 

@@ -36,7 +36,7 @@ def _lanes(shares: Shares) -> int:
 
 
 def _bookings(claims: Claims) -> int:
-    return len(claims) + claims.num_unseen + abs(claims.unseen_tokens) + abs(claims.pending_blocks)
+    return len(claims) + claims.num_unseen + abs(claims.unseen_tokens) + abs(claims.unseen_blocks)
 
 
 def _promises(hints: Hints) -> int:

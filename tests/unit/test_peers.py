@@ -98,8 +98,8 @@ class TestDynamo:
     def test_held_requests_go_by_age_or_shortest_first(self) -> None:
         age_s, own_s = np.array([1.0, 2.0, 3.0]), np.array([0.2, 0.1, 0.3])
         fcfs, wspt = make_policy("dynamo"), make_policy("dynamo:queue_policy=wspt")
-        assert np.argsort(-fcfs.urgency(age_s, own_s, FLEET)).tolist() == [2, 1, 0]
-        assert np.argsort(-wspt.urgency(age_s, own_s, FLEET)).tolist() == [1, 0, 2]
+        assert np.argsort(-fcfs.urgency(age_s, own_s, np.ones(3), FLEET)).tolist() == [2, 1, 0]
+        assert np.argsort(-wspt.urgency(age_s, own_s, np.ones(3), FLEET)).tolist() == [1, 0, 2]
 
 
 class TestLlmD:

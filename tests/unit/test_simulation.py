@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from router.policies import make_policy
+from router.policies.base import Costs, FleetState, Loads, Policy, Requests
+from router.policies.cost import CostPolicy
 from router.simulation import Arrival, FleetResult, FleetSpec, simulate
 from shared.errors import ConfigError
 from shared.hashing import pack_tokens
@@ -90,6 +92,37 @@ def test_a_fleet_and_its_traffic_slowed_down_alike_decide_alike(factor: float, n
     assert decisions(slowed) == decisions(base)
     assert slowed.num_refusals == base.num_refusals
     assert (base.num_refusals > 0) == (num_routers > 1)
+
+
+class EarlyCost(CostPolicy):
+    """The same costs; every request goes at once to where it costs least."""
+
+    is_late_binding = False
+
+    def costs(self, requests: Requests, loads: Loads, fleet: FleetState, rng: random.Random) -> Costs:
+        return replace(super().costs(requests, loads, fleet, rng), can_send=None, lacks_blocks=None)
+
+
+@pytest.mark.parametrize("lag_s", [0.0, 0.0025])
+@pytest.mark.parametrize("rate_per_s", [60.0, 120.0])
+def test_holding_idles_no_worker(rate_per_s: float, lag_s: float):
+    def busy_share(policy: Policy, seed: int) -> float:
+        spec = replace(SPEC, num_routers=1, lag_s=lag_s, seed=seed)
+        result = simulate(spec, policy, arrivals(400, rate_per_s, seed))
+        return sum(result.busy_s) / result.makespan_s
+
+    late, early = (sum(busy_share(policy, seed) for seed in range(2)) for policy in (CostPolicy(), EarlyCost()))
+    assert late >= 0.99 * early
+
+
+def test_an_idle_fleet_holds_nothing_back():
+    # A tenth of what saturates it.
+    result = simulate(replace(SPEC, num_routers=1, lag_s=0.0025), make_policy("cost"), arrivals(200, 6.0))
+    held_s = [
+        outcome.bound_at_s - outcome.arrived_at_s for outcome in result.outcomes if outcome.bound_at_s is not None
+    ]
+    assert len(held_s) == 200
+    assert sorted(held_s)[198] < 1e-3
 
 
 def test_a_prompt_that_no_worker_can_hold_is_an_outcome_and_no_end():

@@ -236,14 +236,16 @@ class _Walk:
         speed = status.prefill_s_per_token or typical
         if self.worker_to_last_booking[client.worker] < self.num_booked - 32 * num_ready:
             speed = min(speed, typical)
-        pending_blocks = sum(one.demand_blocks for one in own if not one.has_first_token)
+        to_come_blocks = -(-status.queued_prefill_tokens // SCHEME.block_size_tokens) + sum(
+            one.demand_blocks for one in unseen if not one.has_first_token
+        )
         expected = {
             "num_requests": status.num_running + status.num_waiting + len(unseen),
             "queued_prefill_tokens": status.queued_prefill_tokens
             + sum(one.uncached_tokens for one in unseen if not one.has_first_token),
             "num_waiting": status.num_waiting + len(unseen),
-            "kv_used_blocks": min(100, status.kv_used_blocks + pending_blocks),
-            "kv_demand_blocks": status.kv_used_blocks + pending_blocks,
+            "kv_used_blocks": min(100, status.kv_used_blocks + to_come_blocks),
+            "kv_demand_blocks": status.kv_used_blocks + to_come_blocks,
             "num_resident_blocks": status.num_resident_blocks,
             "step_budget_tokens": status.step_budget_tokens,
             "step_s": status.step_s,
