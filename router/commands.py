@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router import checkup, deployment, holdings, launch, pins, runfile, warmup
+from router import attach, checkup, deployment, holdings, launch, pins, runfile, warmup
 from router import plan as planning
 from router.batch import BatchLimits, BatchReport, OnRow, PreparedBatch, prepare_batch, run_batch
 from router.bench import figures_json, figures_text, run_benchmark
 from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
-from router.launch import Say, Serving
 from router.policies import make_policy
 from router.prompts import prompt_tokens, read_prompt
+from router.serving import Say, Serving
 from router.status import deployment_state
 from router.tables import or_dash
 from router.tokenizer import Tokenizer
@@ -78,9 +78,13 @@ async def _batch(call: Invocation) -> int:
     for name in ("input", "output"):
         if call.own[name] == Path("-"):
             raise ConfigError(f"{name} -: a batch goes back in its files when it is resumed; name a file")
-    run = _run_to_attach(call)
+    run = None if call.settings.attach else _run_to_attach(call)
     settings = _with_run(call.settings, run)
-    launch.require_model(settings)
+    servers = await attach.find_servers(settings, call.say) if settings.attach else None
+    if servers is None:
+        launch.require_model(settings)
+    else:
+        settings = servers.settings
     # Nothing is started for a batch that cannot be run.
     prepared = await asyncio.to_thread(
         prepare_batch,
@@ -90,7 +94,7 @@ async def _batch(call: Invocation) -> int:
         resume=call.own["resume"],
     )
     with prepared.journal:
-        async with _serving(call, settings, run) as serving:
+        async with _serving(call, settings, run, servers) as serving:
             try:
                 report = await run_rows(serving, prepared, progress=call.own["progress"] or None)
             except NoWorker as error:
@@ -316,11 +320,17 @@ def summary_line(report: BatchReport, output: Path) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _serving(call: Invocation, settings: Settings, run: runfile.Run | None) -> AsyncIterator[Serving]:
-    """Workers of `kvroute up` where a run is given, own ones otherwise."""
-    if run is not None:
+async def _serving(
+    call: Invocation, settings: Settings, run: runfile.Run | None, servers: attach.Servers | None
+) -> AsyncIterator[Serving]:
+    """Servers that run already or workers of `kvroute up` where they are given, own ones otherwise."""
+    if servers is not None:
+        entering = attach.attached_router(servers, call.say)
+    elif run is not None:
         call.say(f"using the {len(run.workers)} workers of `kvroute up`")
-    entering = launch.launched(settings, call.say) if run is None else launch.attached(run, settings, call.say)
+        entering = launch.attached(run, settings, call.say)
+    else:
+        entering = launch.launched(settings, call.say)
     async with entering as serving:
         yield serving
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from shared.errors import ConfigError
 
@@ -73,6 +73,18 @@ class Settings(BaseModel):
     audit_s: float = Field(60.0, gt=0, description="Time between two audits of what the store holds of a worker.")
     ray_address: str = Field("", description="Ray cluster to use; default: a local one. RAY_ADDRESS counts too.")
 
+    attach: tuple[str, ...] = Field(
+        (),
+        description="Server that runs already, in place of own workers: URL[,events=ENDPOINT][,replay=ENDPOINT]"
+        "[,ranks=N]...; once for each.",
+    )
+    attach_api_key: SecretStr = Field(
+        SecretStr(""), description="Key of the attached servers' API; not on the command line, where others see it."
+    )
+    tokenizer: str = Field(
+        "", description="Folder or Hugging Face name of the attached servers' tokenizer; default: the model's own."
+    )
+
     max_in_flight: int | None = Field(None, ge=1, description="Batch rows under way at once.")
     max_queued: int = Field(4096, ge=1, description="Requests held by a router before it answers 429.")
     queue_timeout_s: float = Field(600.0, gt=0, description="Longest time that a request is held.")
@@ -85,6 +97,12 @@ class Settings(BaseModel):
     cache_dir: Path | None = Field(None, description="Where converted models lie; default: the user's cache folder.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="Least level logged.")
     log_format: Literal["text", "json"] = Field("text", description="Form of log lines.")
+
+    @field_validator("attach", mode="before")
+    @classmethod
+    def _split(cls, attach: Any) -> Any:
+        """A variable of the environment holds all servers, with blanks between them."""
+        return attach.split() if isinstance(attach, str) else attach
 
     @field_validator("profile")
     @classmethod
