@@ -213,7 +213,7 @@ class FakeVllm:
 
     async def start(self) -> FakeVllm:
         self.context = zmq.asyncio.Context()
-        self.event_ports = self.event_ports or _free_ports(self.options.num_ranks)
+        self.event_ports = self.event_ports or free_ports(self.options.num_ranks)
         for number in range(self.options.num_ranks):
             rank = _Rank(self.options, self.context, number)
             self.ranks.append(rank)
@@ -380,7 +380,7 @@ class FakeVllm:
         await response.write(b"data: [DONE]\n\n")
 
 
-def _free_ports(num_ranks: int) -> tuple[int, int]:
+def free_ports(num_ranks: int) -> tuple[int, int]:
     """Where so many consecutive ports are free, twice."""
     while True:
         with contextlib.ExitStack() as stack:
