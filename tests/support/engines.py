@@ -144,11 +144,11 @@ async def start_simulator(**more: Any) -> EngineUnderTest:
     return under_test
 
 
-async def start_attached(server: FakeVllm, **more: Any) -> EngineUnderTest:
+async def start_attached(running: FakeVllm, /, **more: Any) -> EngineUnderTest:
     """An engine in front of a server that runs."""
     under_test = EngineUnderTest()
-    (attached,) = parse_servers((server.attach,))
-    options = AttachedOptions(attached, CacheScheme("tiny", server.options.block_size), "tiny")
+    (attached,) = parse_servers((running.attach,))
+    options = AttachedOptions(attached, CacheScheme("tiny", running.options.block_size), "tiny")
     under_test.engine = AttachedEngine(replace(options, **more), under_test.on_blocks, under_test.deaths.append)
     under_test.info = await under_test.engine.start()
     return under_test

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from shared.errors import ContextTooLong, EngineError, InvalidRequest
+from shared.errors import ContextTooLong, InvalidRequest
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, CacheScheme, FinishReason, RequestId, Sampling
 from worker.engines.base import BlockChange, EngineRequest
@@ -198,6 +198,8 @@ class FakeVllm:
     is_healthy: bool = True
     num_foreign_running: int = 0
     ranks: list[_Rank] = field(default_factory=list)
+    transports: set[Any] = field(default_factory=set)
+    """Of completions under way."""
 
     @property
     def url(self) -> str:
@@ -245,7 +247,9 @@ class FakeVllm:
         rank.bind(f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{second}")
 
     async def stop(self) -> None:
-        """End, and all connections with it."""
+        """End as a process does that is killed: what is under way breaks off."""
+        for transport in self.transports:
+            transport.abort()
         for rank in self.ranks:
             await rank.close()
         await self.runner.cleanup()
@@ -339,12 +343,14 @@ class FakeVllm:
             return response
         rank = self.ranks[int(request.headers.get("X-data-parallel-rank", "0"))]
         self.num_open += 1
+        self.transports.add(request.transport)
         try:
             await self._compute(rank, body, response)
-        except (InvalidRequest, ContextTooLong, EngineError) as error:
+        except (InvalidRequest, ContextTooLong) as error:
             await response.write(_event({"error": {"message": str(error), "code": 400}}) + b"data: [DONE]\n\n")
         finally:
             self.num_open -= 1
+            self.transports.discard(request.transport)
         return response
 
     async def _compute(self, rank: _Rank, body: dict[str, Any], response: web.StreamResponse) -> None:

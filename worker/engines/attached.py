@@ -155,6 +155,8 @@ class AttachedEngine:
                         yield EngineDelta(tuple(token_ids))
                     if stream.is_done:
                         break
+                else:
+                    stream.feed(b"\n")  # what is left is all there is of its line
                 if stream.is_done:
                     is_ended = True
                     yield self._end_of(stream, held)

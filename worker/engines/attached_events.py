@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _END_SEQ = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_TIMEOUT_S = 2.0
 """The publisher looks at its replay socket every 0.1 s when idle, and after each batch otherwise."""
+_NUM_STRAGGLERS = 64
+"""Batches by which one may come later than a later one: none on one connection, some behind a relay."""
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000
 """A peer that is cut off without a word shows as disconnected after this."""
@@ -172,14 +174,14 @@ class AttachedEvents:
             self._take(seq, payload)
         elif self._ahead.pop(seq, None) != xxh3_128_digest(payload):
             self._note_other_life(f"it publishes batch {seq} again, after batch {self._next_seq - 1}")
-        for number in [number for number in self._ahead if number < seq]:
+        for number in [number for number in self._ahead if number < seq - _NUM_STRAGGLERS]:
             del self._ahead[number]
 
     async def _catch_up(self) -> None:
         """Ask the publisher for its last known batch and all after it, and make sure that it is the same publisher."""
         if self._replay_endpoint is None or self._context is None or self._is_other_life:
             return
-        is_known = self._next_seq is None
+        is_known = not self._next_seq
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.setsockopt(zmq.IPV6, 1)
@@ -209,7 +211,9 @@ class AttachedEvents:
             except ProtocolError as error:
                 logger.warning("%s: its replay socket answers with %s", self._name, error)
                 return
-        if not is_known and self._next_seq:
+        if self._next_seq is None:
+            self._next_seq = 0  # the last batch is never dropped, so that none was published yet
+        elif not is_known:
             self._note_other_life(f"its publisher does not know batch {self._next_seq - 1} any more")
 
     def _take(self, seq: int, payload: bytes) -> None:
