@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from aiohttp import web
 from shared.errors import ContextTooLong, InvalidRequest
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import BlockKey, CacheScheme, FinishReason, RequestId, Sampling
+from tests.support.tokenizers import byte_level_tokenizer
 from worker.engines.base import BlockChange, EngineRequest
 from worker.engines.profiles import LatencyProfile
 from worker.engines.simulated import answer
@@ -196,6 +198,7 @@ class FakeVllm:
     headers: list[dict[str, str]] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     is_healthy: bool = True
+    is_tokenizer_other: bool = False
     num_foreign_running: int = 0
     ranks: list[_Rank] = field(default_factory=list)
     transports: set[Any] = field(default_factory=set)
@@ -215,6 +218,7 @@ class FakeVllm:
 
     async def start(self) -> FakeVllm:
         self.context = zmq.asyncio.Context()
+        self.port = self.port or free_ports(1)[0]
         self.event_ports = self.event_ports or free_ports(self.options.num_ranks)
         for number in range(self.options.num_ranks):
             rank = _Rank(self.options, self.context, number)
@@ -239,7 +243,6 @@ class FakeVllm:
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
-        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         return self
 
     def _bind_rank(self, rank: _Rank, number: int) -> None:
@@ -289,7 +292,7 @@ class FakeVllm:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
-        token_ids = [*body["prompt"].encode()]
+        token_ids = byte_level_tokenizer().encode(body["prompt"]).ids + [0] * self.is_tokenizer_other
         return web.json_response({"count": len(token_ids), "max_model_len": 1024, "tokens": token_ids})
 
     async def _reset(self, request: web.Request) -> web.Response:
@@ -387,15 +390,16 @@ class FakeVllm:
 
 
 def free_ports(num_ranks: int) -> tuple[int, int]:
-    """Where so many consecutive ports are free, twice."""
+    """Where so many consecutive ports are free, twice.
+
+    Not among those that the system hands out, one of which would be somebody else's before a server is back.
+    """
+    rng = random.SystemRandom()
     while True:
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            try:
-                for port in range(first + 1, first + 2 * num_ranks):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
+        first = rng.randrange(10_000, 32_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + 2 * num_ranks):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
             return first, first + num_ranks
 
 
