@@ -166,7 +166,7 @@ async def _enter_router(
     store: EmbeddedStore | None,
 ) -> Serving:
     """A router that is connected to all the workers, and will be to those that join them."""
-    tokenizer = await asyncio.to_thread(Tokenizer, model_folder)
+    tokenizer = await asyncio.to_thread(Tokenizer, model_folder, rng=random.Random(settings.seed))
     scheme = _scheme(settings)
     router_id = RouterId(f"router-{secrets.token_hex(4)}")
     # Drawing what must not be guessed is the system's business; everything else follows from the seed.
@@ -191,6 +191,7 @@ async def _enter_router(
         only=_OwnWorkers(worker_tag),
         refresh_s=settings.heartbeat_s,
     )
+    tokenizer.expose(router.metrics)
     await stack.enter_async_context(router)
     missing = {info.worker for info in infos} - set(router.fleet.worker_to_instance)
     if len(missing) == len(infos):

@@ -84,6 +84,10 @@ class Settings(BaseModel):
     tokenizer: str = Field(
         "", description="Folder or Hugging Face name of the attached servers' tokenizer; default: the model's own."
     )
+    host: str = Field("127.0.0.1", min_length=1, description="Address that `serve` listens on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port that `serve` listens on; 0: any free one.")
+    api_key: SecretStr = Field(SecretStr(""), description="Key that requests must show; default: none is asked for.")
+    api_key_file: Path | None = Field(None, description="Keys that requests must show one of, as YAML; see README.")
 
     max_in_flight: int | None = Field(None, ge=1, description="Batch rows under way at once.")
     max_queued: int = Field(4096, ge=1, description="Requests held by a router before it answers 429.")
@@ -91,7 +95,9 @@ class Settings(BaseModel):
     max_attempts: int = Field(3, ge=1, description="Workers that a request is tried on.")
     min_prefix_tokens: int = Field(0, ge=0, description="Shorter cached prefixes are not weighed.")
 
-    drain_timeout_s: float = Field(300.0, ge=0, description="Longest wait for the requests of a worker that leaves.")
+    drain_timeout_s: float = Field(
+        300.0, ge=0, description="Longest wait for the requests of a worker or server that ends."
+    )
     start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for workers to be ready.")
     run_dir: Path | None = Field(None, description="Where `up` writes what it started; default: the user's run folder.")
     cache_dir: Path | None = Field(None, description="Where converted models lie; default: the user's cache folder.")

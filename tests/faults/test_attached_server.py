@@ -283,6 +283,19 @@ async def test_a_server_whose_engine_is_dead_is_lost():
         assert engine.deaths == [f"server {engine.engine._server.worker}: the server says that its engine is dead"]
 
 
+async def test_a_server_that_hangs_is_lost_after_some_looks_and_its_requests_fail():
+    async with attached(poll_s=0.01, timeout_s=0.1) as (server, engine):
+        stream = engine.engine.generate(engine.request(prompt(1), 900))
+        await anext(stream)
+        server.is_hanging = True
+        await until(lambda: engine.deaths)
+        assert "3 looks in a row found no answer" in engine.deaths[0]
+        with pytest.raises(EngineError):
+            async for _ in stream:
+                pass
+        server.is_hanging = False
+
+
 async def test_load_of_others_is_told_apart():
     async with attached(poll_s=0.01) as (server, engine):
         server.num_foreign_running = 5

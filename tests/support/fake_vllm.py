@@ -198,6 +198,7 @@ class FakeVllm:
     headers: list[dict[str, str]] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     is_healthy: bool = True
+    is_hanging: bool = False
     is_tokenizer_other: bool = False
     num_foreign_running: int = 0
     ranks: list[_Rank] = field(default_factory=list)
@@ -267,6 +268,8 @@ class FakeVllm:
     # What it answers.
 
     async def _health(self, request: web.Request) -> web.Response:
+        while self.is_hanging:
+            await asyncio.sleep(0.01)
         return web.Response(status=200 if self.is_healthy else 503)
 
     async def _version(self, request: web.Request) -> web.Response:
