@@ -199,6 +199,8 @@ class FakeVllm:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     is_healthy: bool = True
     is_hanging: bool = False
+    num_failing_metrics: int = 0
+    """Answers of `/metrics` from now on that are none."""
     is_tokenizer_other: bool = False
     num_foreign_running: int = 0
     ranks: list[_Rank] = field(default_factory=list)
@@ -304,6 +306,9 @@ class FakeVllm:
         return web.Response()
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        if self.num_failing_metrics:
+            self.num_failing_metrics -= 1
+            return web.Response(status=500)
         lines = [f"process_start_time_seconds {self.started_at_s}"]
         for rank in self.ranks:
             stats = rank.engine.stats()

@@ -83,14 +83,16 @@ async def test_model_and_block_size_follow_the_servers(folder: Path):
 
 async def test_requests_follow_their_prefix_and_match_what_the_server_gives(folder: Path):
     async with servers(FakeOptions(), FakeOptions()) as running, serving(settings(running, folder)) as over:
-        traces = [await ask(over, number, prompt(number, 100)) for number in range(6)]
+        traces: list[RequestTrace] = []
+        # Names of servers, and so who is asked first for what nobody holds, are other ones in each run.
+        while len({trace.worker for trace in traces}) < 2:
+            traces.append(await ask(over, len(traces), prompt(len(traces), 100)))
         async with asyncio.timeout(60.0):
             for trace in traces:
                 while not await over.router.directory.resident(trace.worker):
                     await asyncio.sleep(0.01)
-        assert len({trace.worker for trace in traces}) == 2
         for number, trace in enumerate(traces):
-            again = await ask(over, 100 + number, prompt(number, 100))
+            again = await ask(over, 1000 + number, prompt(number, 100))
             assert (again.worker, again.matched_tokens, again.cached_tokens) == (trace.worker, 96, 96)
 
 
@@ -206,7 +208,7 @@ async def test_a_batch_runs_on_attached_servers(folder: Path, tmp_path: Path):
         said: list[str] = []
         call = commands.Invocation(settings(running, folder, run_dir=tmp_path), own, said.append, said.append)
         assert await commands._batch(call) == EXIT_OK
-        assert [server.num_asked > 0 for server in running] == [True, True]
+        assert sum(server.num_asked for server in running) == 30
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert {answer["custom_id"] for answer in answers} == {row["custom_id"] for row in rows}
     assert {answer["response"]["status_code"] for answer in answers} == {200}

@@ -366,6 +366,8 @@ class AttachedEngine:
         assert self._steps is not None
         num_before = len(self._live)
         metrics = await self._client.metrics(self._server.rank)
+        if metrics == ServerMetrics():
+            return  # a page that failed says nothing, and must not hide who answered before
         last, self._metrics = self._metrics, metrics
         evidence = _another_process(last, metrics)
         if evidence is not None:

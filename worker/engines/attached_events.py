@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 _END_SEQ = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_TIMEOUT_S = 2.0
-"""The publisher looks at its replay socket every 0.1 s when idle, and after each batch otherwise."""
+"""Longest wait for the next batch. The publisher looks at its replay socket every 0.1 s when idle, and after each batch
+otherwise."""
+_NUM_BETWEEN_PAUSES = 16
+"""Replayed batches after which others on this loop have their turn: one of a long prompt takes about 0.1 ms."""
 _NUM_STRAGGLERS = 64
 """Batches by which one may come later than a later one: none on one connection, some behind a relay."""
 _HEARTBEAT_MS = 2_000
@@ -182,15 +185,20 @@ class AttachedEvents:
         if self._replay_endpoint is None or self._context is None or self._is_other_life:
             return
         is_known = not self._next_seq
+        num_frames = 0
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.setsockopt(zmq.IPV6, 1)
             dealer.connect(self._replay_endpoint)
             try:
-                async with asyncio.timeout(_REPLAY_TIMEOUT_S):
+                async with asyncio.timeout(_REPLAY_TIMEOUT_S) as patience:
                     await dealer.send_multipart([b"", max(0, (self._next_seq or 0) - 1).to_bytes(8, "big")])
                     while True:
                         frames = await dealer.recv_multipart()
+                        patience.reschedule(asyncio.get_running_loop().time() + _REPLAY_TIMEOUT_S)
+                        num_frames += 1
+                        if num_frames % _NUM_BETWEEN_PAUSES == 0:
+                            await asyncio.sleep(0)  # what is here already is received without waiting
                         if len(frames) < 2 or len(frames[-2]) != 8:
                             raise ProtocolError("a reply that is no batch")
                         if frames[-2] == _END_SEQ:
