@@ -55,8 +55,10 @@ class Answer:
     async def pieces(self, generate: Generate) -> AsyncGenerator[Piece, None]:
         """Text as it becomes certain; the last piece has `finish`. Closing it early cancels the request."""
         detokenizer = self.new_detokenizer()
+        is_over = False
         stream = cast("AsyncGenerator[Generated, None]", generate(self.request, self.trace))
         async with aclosing(stream):
+            # Read to its end, since to close it before cancels what it does then.
             async for generated in stream:
                 finish = generated.finish
                 text = detokenizer.push(generated.token_ids, finish)
@@ -65,12 +67,15 @@ class Answer:
                 if finish is FinishReason.ABORT:
                     break
                 if finish is not None:
+                    is_over = True
                     self.num_tokens = detokenizer.num_tokens
                     yield Piece(text, finish)
-                    return
-                if text:
+                    if detokenizer.is_stopped:
+                        return
+                elif text:
                     yield Piece(text, None)
-        raise EngineError("the engine gave the request up")
+        if not is_over:
+            raise EngineError("the engine gave the request up")
 
     async def whole(self, generate: Generate) -> tuple[str, FinishReason]:
         """All of the text, and why it ended. Cancelling cancels the request."""
@@ -80,17 +85,18 @@ class Answer:
             return "".join([piece.text for piece in found]), cast(FinishReason, found[-1].finish)
         # Nobody looks at the text before its end, so that it is made in one go.
         token_ids: list[int] = []
+        finish: FinishReason | None = None
         stream = cast("AsyncGenerator[Generated, None]", generate(self.request, self.trace))
         async with aclosing(stream):
             async for generated in stream:
                 token_ids += generated.token_ids
                 finish = generated.finish
-                if finish is not None and finish is not FinishReason.ABORT:
-                    detokenizer = self.new_detokenizer()
-                    text = detokenizer.push(token_ids, finish)
-                    self.num_tokens = detokenizer.num_tokens
-                    return text, finish
-        raise EngineError("the engine gave the request up")
+        if finish is None or finish is FinishReason.ABORT:
+            raise EngineError("the engine gave the request up")
+        detokenizer = self.new_detokenizer()
+        text = detokenizer.push(token_ids, finish)
+        self.num_tokens = detokenizer.num_tokens
+        return text, finish
 
 
 async def tokenise(parsed: ParsedRequest, tokenizer: Tokenizer, salt: str) -> list[bytes]:

@@ -135,7 +135,7 @@ async def attached_router(servers: Servers, say: Say) -> AsyncIterator[Serving]:
     """
     settings = servers.settings
     folder = await asyncio.to_thread(_prepare_tokenizer, servers)
-    tokenizer = await asyncio.to_thread(Tokenizer, folder)
+    tokenizer = await asyncio.to_thread(Tokenizer, folder, rng=random.Random(settings.seed))
     scheme = CacheScheme(settings.model_name, settings.block_size)
     directory = await connect_directory("memory://", scheme)
     options = AttachmentOptions(
@@ -185,7 +185,7 @@ async def attached_router(servers: Servers, say: Say) -> AsyncIterator[Serving]:
             refresh_s=settings.heartbeat_s,
         )
         await stack.enter_async_context(router)
-        yield Serving(settings, router, tokenizer, scheme, infos, actors={}, store=None)
+        yield Serving(settings, router, tokenizer, scheme, infos, actors={}, store=None, run=None)
 
 
 def _prepare_tokenizer(servers: Servers) -> Path:

@@ -138,8 +138,9 @@ async def run_rows(
 async def _serve(call: Invocation) -> int:
     from router.serve import run_serve
 
+    num_routers = _count("--routers", call.own["routers"], "processes", 64)
     workers = await find_workers(call.settings, call.run_dir, call.say)
-    is_interrupted = await run_serve(workers.settings, serving_of(workers, call.say), call.say)
+    is_interrupted = await run_serve(workers.settings, serving_of(workers, call.say), num_routers, call.say)
     call.say("stopped")
     return EXIT_INTERRUPTED if is_interrupted else EXIT_OK
 
@@ -164,7 +165,7 @@ async def _down(call: Invocation) -> int:
 
 
 async def _scale(call: Invocation) -> int:
-    num_workers = _worker_count(call.own["num_workers"])
+    num_workers = _count("scale", call.own["num_workers"], "workers", 4096, "; `kvroute down` ends all workers")
     run = await deployment.scale(call.run_dir, num_workers, call.settings, call.say)
     call.say(f"{len(run.workers)} workers serve {run.settings['model']}: {', '.join(run.workers)}")
     return EXIT_OK
@@ -176,10 +177,9 @@ async def _drain(call: Invocation) -> int:
     return EXIT_OK
 
 
-def _worker_count(text: str) -> int:
-    most = 4096
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= most:
-        raise ConfigError(f"scale {text}: not a number of workers from 1 to {most}; `kvroute down` ends all workers")
+def _count(flag: str, text: str, what: str, most: int, hint: str = "") -> int:
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:20]) <= most:
+        raise ConfigError(f"{flag} {text}: not a number of {what} from 1 to {most}{hint}")
     return int(text)
 
 

@@ -293,16 +293,7 @@ class _Rig:
             yield router
 
     def _front(self, router: Router) -> Front:
-        backend = Backend(
-            model=_MODEL,
-            max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
-            tokenizer=self._tokenizer,
-            generate=router.generate,
-            policy="cost",
-            has_workers=lambda: len(router.fleet.loads().workers) > 0,
-            state_to_count=router.fleet.state_to_count,
-            render_metrics=router.render_metrics,
-        )
+        backend = Backend.over(router, self._tokenizer, _MODEL, MAX_MODEL_LEN_TOKENS, "cost")
         return Front(backend, KeyRing.of_one("", asyncio.get_running_loop().time), name="bench")
 
 

@@ -79,7 +79,9 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
         workers = await start_workers(settings, redis_url, secret, say, stack, ids=ids, is_detached=False)
         infos = tuple(info for info, _ in workers.values())
         actors = {worker: actor for worker, (_, actor) in workers.items()}
-        yield await _enter_router(stack, settings, redis_url, secret, model_folder, infos, tag, actors, store)
+        own_settings = settings.model_dump(mode="json", exclude_unset=True)
+        run = runfile.Run(marker, secret.hex(), own_settings, redis_url, workers=tuple(ids), is_ready=True)
+        yield await _enter_router(stack, settings, run, model_folder, infos, actors, store)
 
 
 @contextlib.asynccontextmanager
@@ -91,8 +93,7 @@ async def attached(run: runfile.Run, settings: Settings, say: Say) -> AsyncItera
         infos = tuple(record.info for record in records)
         if not infos:
             raise NoWorker("`kvroute up` is running, but none of its workers is alive; see `kvroute status`")
-        secret = bytes.fromhex(run.secret)
-        yield await _enter_router(stack, settings, run.redis_url, secret, model_folder, infos, run.worker_tag, {}, None)
+        yield await _enter_router(stack, settings, run, model_folder, infos, {}, None)
 
 
 async def live_workers(run: runfile.Run, settings: Settings) -> list[WorkerRecord]:
@@ -157,17 +158,16 @@ async def stop_worker(worker: WorkerId, actor: Any) -> None:
 async def _enter_router(
     stack: contextlib.AsyncExitStack,
     settings: Settings,
-    redis_url: str,
-    secret: bytes,
+    run: runfile.Run,
     model_folder: Path,
     infos: tuple[WorkerInfo, ...],
-    worker_tag: str,
     actors: Mapping[WorkerId, Any],
     store: EmbeddedStore | None,
 ) -> Serving:
     """A router that is connected to all the workers, and will be to those that join them."""
     tokenizer = await asyncio.to_thread(Tokenizer, model_folder, rng=random.Random(settings.seed))
     scheme = _scheme(settings)
+    secret = bytes.fromhex(run.secret)
     router_id = RouterId(f"router-{secrets.token_hex(4)}")
     # Drawing what must not be guessed is the system's business; everything else follows from the seed.
     rng = random.Random(settings.seed)
@@ -177,7 +177,7 @@ async def _enter_router(
 
     router = Router(
         router_id,
-        await _connect_directory(redis_url, settings, reader=router_id),
+        await _connect_directory(run.redis_url, settings, reader=router_id),
         connect,
         make_policy(settings.policy),
         scheme=scheme,
@@ -188,7 +188,7 @@ async def _enter_router(
         max_held=settings.max_queued,
         queue_timeout_s=settings.queue_timeout_s,
         min_prefix_tokens=settings.min_prefix_tokens,
-        only=_OwnWorkers(worker_tag),
+        only=_OwnWorkers(run.worker_tag),
         refresh_s=settings.heartbeat_s,
     )
     tokenizer.expose(router.metrics)
@@ -196,7 +196,7 @@ async def _enter_router(
     missing = {info.worker for info in infos} - set(router.fleet.worker_to_instance)
     if len(missing) == len(infos):
         raise NoWorker(f"no connection to the workers {', '.join(sorted(missing))}")
-    return Serving(settings, router, tokenizer, scheme, infos, actors, store)
+    return Serving(settings, router, tokenizer, scheme, infos, actors, store, run)
 
 
 async def check_given_store(settings: Settings) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from router.runfile import Run
 from router.service import Router
 from router.tokenizer import Tokenizer
 from shared.config import Settings
@@ -30,6 +31,8 @@ class Serving:
     """Ray handles of workers that were started here; empty where others run them."""
     store: EmbeddedStore | None
     """The store that was started here; `None` where there is none or one was given."""
+    run: Run | None
+    """What another process needs to serve over the same workers; `None` over attached servers, which it finds itself."""
 
     @property
     def max_model_len_tokens(self) -> int:

@@ -53,7 +53,7 @@ CONFINED = {
     "matplotlib": ("router/replay_plot.py",),
     "starlette": ("router/dashboard.py",),
     "uvicorn": ("router/http_server.py",),
-    "uvloop": ("router/commands.py",),
+    "uvloop": ("router/commands.py", "router/serve_child.py"),
 }
 
 MAY_PRINT = ("router/cli.py", "router/demo.py")

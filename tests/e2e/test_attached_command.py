@@ -14,9 +14,20 @@ from tests.support.fake_vllm import FakeOptions, FakeVllm
 from tests.support.tokenizers import write_model_folder
 
 
-async def test_serve_answers_from_attached_servers_until_it_is_told_to_end(tmp_path: Path):
+async def test_serve_answers_from_attached_servers_in_two_processes_until_it_is_told_to_end(tmp_path: Path):
     servers = [await FakeVllm(FakeOptions(has_events=has_events)).start() for has_events in (True, False)]
-    command = [sys.executable, "-m", "router.cli", "serve", "--port", "0", "--run-dir", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "router.cli",
+        "serve",
+        "--port",
+        "0",
+        "--routers",
+        "2",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     command += [word for server in servers for word in ("--attach", server.attach)]
     command += ["--tokenizer", str(write_model_folder(tmp_path / "model"))]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
@@ -40,7 +51,9 @@ async def test_serve_answers_from_attached_servers_until_it_is_told_to_end(tmp_p
         process.send_signal(signal.SIGTERM)
         rest = (await process.stderr.read()).decode()
         assert await process.wait() == 0, rest
-    assert f'kvroute_worker_hints_only{{worker="127.0.0.1:{servers[1].port}"}} 1.0' in metrics
+    for router in "01":
+        labels = f'router="{router}",worker="127.0.0.1:{servers[1].port}"'
+        assert f"kvroute_worker_hints_only{{{labels}}} 1.0" in metrics
     told = "".join(said)
     assert f"server 127.0.0.1:{servers[0].port} is ready: vllm serve 0.32.0, 64 blocks, KV events" in told
     assert f"server 127.0.0.1:{servers[1].port} is ready: vllm serve 0.32.0, 64 blocks, hints only" in told
