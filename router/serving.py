@@ -32,7 +32,7 @@ class Serving:
     store: EmbeddedStore | None
     """The store that was started here; `None` where there is none or one was given."""
     run: Run | None
-    """What another process needs to serve over the same workers; `None` over attached servers, which it finds itself."""
+    """What another process needs to serve over the same workers; `None` over attached servers: it finds them itself."""
 
     @property
     def max_model_len_tokens(self) -> int:
