@@ -15,7 +15,8 @@ from statistics import mean, median
 from typing import Any
 
 from router.demo_input import demo_rows
-from router.launch import Say, prepare_model_folder
+from router.launch import prepare_model_folder
+from router.serving import Say
 from router.tables import table
 from router.tokenizer import Tokenizer
 from shared.config import Settings

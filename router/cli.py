@@ -66,6 +66,19 @@ _DIRECTORY_FLAGS = (
     ("audit-s", "S", "Time between two audits of what the store holds of a worker."),
     ("ray-address", "ADDRESS", "Ray cluster to use; default: a local one. RAY_ADDRESS counts too."),
 )
+_ATTACH_FLAGS = (
+    (
+        "attach",
+        "URL[,...]",
+        "Server that runs already, in place of own workers: URL[,events=ENDPOINT][,replay=ENDPOINT][,ranks=N]...; once "
+        "for each.",
+    ),
+    (
+        "tokenizer",
+        "DIR|NAME",
+        "Folder or Hugging Face name of the attached servers' tokenizer; default: the model's own.",
+    ),
+)
 _PLAN_FLAGS = tuple(
     flag
     for flag in _MODEL_FLAGS
@@ -113,6 +126,7 @@ _SERVING_GROUPS = (
 )
 
 
+_REPEATED_FLAGS = ("attach",)
 _STARTING_COMMANDS = ("batch", "serve", "up", "demo")
 """Commands that start a Ray of their own where none is named."""
 _JOINING_COMMANDS = ("scale", "drain")
@@ -137,7 +151,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvroute {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    batch = _add_command(commands, "batch", "answer an OpenAI batch file", (*_SERVING_GROUPS, ("batch", _BATCH_FLAGS)))
+    groups = (*_SERVING_GROUPS, ("attached servers", _ATTACH_FLAGS), ("batch", _BATCH_FLAGS))
+    batch = _add_command(commands, "batch", "answer an OpenAI batch file", groups)
     batch.add_argument("input", type=Path, metavar="IN.jsonl", help="OpenAI batch input, one request a line.")
     batch.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.jsonl", help="One row for each row.")
     batch.add_argument("--resume", action="store_true", help="Go on with an output that exists.")
@@ -145,7 +160,10 @@ def build_parser() -> argparse.ArgumentParser:
     batch.add_argument("--progress", action="store_true", help="Show progress where stderr is no terminal, too.")
 
     serve = _add_command(
-        commands, "serve", "answer OpenAI clients over HTTP", (("server", _SERVER_FLAGS), *_SERVING_GROUPS)
+        commands,
+        "serve",
+        "answer OpenAI clients over HTTP",
+        (("server", _SERVER_FLAGS), ("attached servers", _ATTACH_FLAGS), *_SERVING_GROUPS),
     )
     serve.add_argument("--routers", metavar="N", default="1", help="Processes that share the port; default: 1.")
     _add_command(commands, "up", "start workers that stay", _SERVING_GROUPS)
@@ -298,7 +316,8 @@ def _add_command(commands: Any, name: str, purpose: str, groups: Sequence[Any]) 
     for title, flags in groups:
         group = parser.add_argument_group(title)
         for flag, metavar, text in flags:
-            group.add_argument(f"--{flag}", metavar=metavar, help=text, default=argparse.SUPPRESS)
+            action = "append" if flag in _REPEATED_FLAGS else "store"
+            group.add_argument(f"--{flag}", metavar=metavar, help=text, default=argparse.SUPPRESS, action=action)
     return parser
 
 

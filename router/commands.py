@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ from router import plan as planning
 from router.batch import BatchLimits, BatchReport, OnRow, PreparedBatch, prepare_batch, run_batch
 from router.bench import figures_json, figures_text, run_benchmark
 from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
-from router.launch import Say, Serving
 from router.policies import make_policy
 from router.prompts import prompt_tokens, read_prompt
 from router.requests import ServiceClass
+from router.serving import Say, Serving
 from router.status import deployment_state
 from router.tables import or_dash
 from router.tokenizer import Tokenizer
+from router.workers import find_workers, serving_of, with_run
 from shared.config import Settings
 from shared.errors import ConfigError, NoWorker
 from shared.hashing import parity_key, tokenizer_fingerprint
@@ -88,19 +88,17 @@ async def _batch(call: Invocation) -> int:
     for name in ("input", "output"):
         if call.own[name] == Path("-"):
             raise ConfigError(f"{name} -: a batch goes back in its files when it is resumed; name a file")
-    run = _run_to_attach(call)
-    settings = _with_run(call.settings, run)
-    launch.require_model(settings)
+    workers = await find_workers(call.settings, call.run_dir, call.say)
     # Nothing is started for a batch that cannot be run.
     prepared = await asyncio.to_thread(
         prepare_batch,
         call.own["input"],
         call.own["output"],
-        served_model=settings.model_name,
+        served_model=workers.settings.model_name,
         resume=call.own["resume"],
     )
     with prepared.journal:
-        async with _serving(call, settings, run) as serving:
+        async with serving_of(workers, call.say) as serving:
             try:
                 report = await run_rows(serving, prepared, progress=call.own["progress"] or None)
             except NoWorker as error:
@@ -144,10 +142,8 @@ async def _serve(call: Invocation) -> int:
     from router.serve import run_serve
 
     num_routers = _count("--routers", call.own["routers"], "processes", 64)
-    run = _run_to_attach(call)
-    settings = _with_run(call.settings, run)
-    launch.require_model(settings)
-    is_interrupted = await run_serve(settings, _serving(call, settings, run), num_routers, call.say)
+    workers = await find_workers(call.settings, call.run_dir, call.say)
+    is_interrupted = await run_serve(workers.settings, serving_of(workers, call.say), num_routers, call.say)
     call.say("stopped")
     return EXIT_INTERRUPTED if is_interrupted else EXIT_OK
 
@@ -166,7 +162,7 @@ async def _down(call: Invocation) -> int:
     run = runfile.read_run(call.run_dir)
     was_running = await deployment.take_down(call.run_dir, call.say)
     if run is not None and run.settings.get("redis_url"):
-        await pins.forget_pins(run, _with_run(call.settings, run), call.say)
+        await pins.forget_pins(run, with_run(call.settings, run), call.say)
     call.say("stopped" if was_running else "nothing is running")
     return EXIT_OK
 
@@ -197,7 +193,7 @@ async def _status(call: Invocation) -> int:
             call.show(json.dumps({"is_running": False, "workers": []}))
         call.say("nothing is running; `kvroute up` starts workers")
         return EXIT_FAILURE
-    state = await deployment_state(run, _with_run(call.settings, run))
+    state = await deployment_state(run, with_run(call.settings, run))
     call.show(json.dumps(state) if call.own["json"] else _status_text(state))
     return EXIT_OK if state["is_running"] else EXIT_FAILURE
 
@@ -205,7 +201,7 @@ async def _status(call: Invocation) -> int:
 async def _warmup(call: Invocation) -> int:
     order = await asyncio.to_thread(warmup.read_order, call.own)
     run = runfile.running(call.run_dir)
-    settings = _with_run(call.settings, run)
+    settings = with_run(call.settings, run)
     tokenizer = await asyncio.to_thread(Tokenizer, await launch.prepare_model_folder(settings, call.say))
     token_ids = await asyncio.to_thread(warmup.tokenise, order, tokenizer, settings)
     is_kept = await warmup.warm_up(run, settings, order, token_ids, say=call.say, show=call.show)
@@ -214,21 +210,21 @@ async def _warmup(call: Invocation) -> int:
 
 async def _pins(call: Invocation) -> int:
     run = runfile.running(call.run_dir)
-    state = await pins.pin_state(run, _with_run(call.settings, run))
+    state = await pins.pin_state(run, with_run(call.settings, run))
     call.show(json.dumps(state) if call.own["json"] else pins.pin_text(state))
     return EXIT_OK
 
 
 async def _unpin(call: Invocation) -> int:
     run = runfile.running(call.run_dir)
-    await pins.unpin(run, _with_run(call.settings, run), call.own["name"])
+    await pins.unpin(run, with_run(call.settings, run), call.own["name"])
     call.say(f"pin {call.own['name']} is given up")
     return EXIT_OK
 
 
 async def _doctor(call: Invocation) -> int:
     run = runfile.running(call.run_dir)
-    settings = _with_run(call.settings, run)
+    settings = with_run(call.settings, run)
     folder = await launch.prepare_model_folder(settings, call.say)
     scheme = CacheScheme(settings.model_name, settings.block_size)
     own_key = parity_key(scheme, await asyncio.to_thread(tokenizer_fingerprint, folder))
@@ -241,12 +237,12 @@ async def _directory(call: Invocation) -> int:
     is_json = call.own["json"]
     if call.own["view"] == "size":
         run = runfile.running(call.run_dir)
-        state = await holdings.directory_size(run, _with_run(call.settings, run))
+        state = await holdings.directory_size(run, with_run(call.settings, run))
         call.show(json.dumps(state) if is_json else holdings.size_text(state))
         return EXIT_FAILURE if any(worker["error"] for worker in state["workers"]) else EXIT_OK
     prompt = await asyncio.to_thread(read_prompt, call.own)
     run = runfile.running(call.run_dir)
-    settings = _with_run(call.settings, run)
+    settings = with_run(call.settings, run)
     tokenizer = await asyncio.to_thread(Tokenizer, await launch.prepare_model_folder(settings, call.say))
     token_ids = await asyncio.to_thread(prompt_tokens, prompt, tokenizer, settings, add_generation_prompt=True)
     state = await holdings.who_holds(run, settings, token_ids, salt=prompt.salt)
@@ -337,68 +333,6 @@ def summary_line(report: BatchReport, output: Path) -> str:
         f"{share:.0%} of {report.prompt_tokens} prompt tokens from cache; "
         f"{report.tokens_per_s:.0f} tokens/s in {report.wall_s:.1f} s; results in {output}"
     )
-
-
-@contextlib.asynccontextmanager
-async def _serving(call: Invocation, settings: Settings, run: runfile.Run | None) -> AsyncIterator[Serving]:
-    """Workers of `kvroute up` where a run is given, own ones otherwise."""
-    if run is not None:
-        call.say(f"using the {len(run.workers)} workers of `kvroute up`")
-    entering = launch.launched(settings, call.say) if run is None else launch.attached(run, settings, call.say)
-    async with entering as serving:
-        yield serving
-
-
-_OF_THE_WORKERS = frozenset(
-    {
-        "model",
-        "served_model_name",
-        "engine",
-        "workers",
-        "block_size",
-        "max_model_len",
-        "max_num_seqs",
-        "kv_cache_blocks",
-        "kv_cache_bytes",
-        "pin_budget_blocks",
-        "gpu_memory_utilization",
-        "tensor_parallel_size",
-        "gpus_per_worker",
-        "dtype",
-        "eviction",
-        "engine_args",
-        "profile",
-        "redis_url",
-        "ray_address",
-    }
-)
-"""Settings that are fixed once workers run."""
-
-
-def _run_to_attach(call: Invocation) -> runfile.Run | None:
-    """The running deployment that a batch may use: one that has all that is asked of workers, if anything is."""
-    run = runfile.read_run(call.run_dir)
-    if run is None or not run.is_ready:
-        return None
-    running = Settings(**run.settings)
-    asked = call.settings.model_fields_set & _OF_THE_WORKERS
-    differing = [name for name in sorted(asked) if getattr(call.settings, name) != getattr(running, name)]
-    if "workers" in asked or differing:
-        why = "--workers is given" if "workers" in asked else f"they differ in {', '.join(differing)}"
-        call.say(f"the workers of `kvroute up` are left alone, since {why}: starting own ones")
-        return None
-    if not run.is_alive:
-        raise ConfigError("`kvroute up` has died without `kvroute down`; run that, or ask for own --workers")
-    return run
-
-
-def _with_run(settings: Settings, run: runfile.Run | None) -> Settings:
-    """Settings with those that a running deployment has fixed; the rest stays the caller's."""
-    if run is None:
-        return settings
-    running = Settings(**run.settings)
-    fixed = {name: getattr(running, name) for name in (*_OF_THE_WORKERS, "cache_dir")}
-    return settings.model_copy(update=fixed)
 
 
 def _status_text(state: Mapping[str, Any]) -> str:

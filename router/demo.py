@@ -13,8 +13,8 @@ from router.batch import BatchReport, Row, prepare_batch
 from router.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.commands import run_rows
 from router.demo_input import demo_rows
-from router.launch import Say
 from router.requests import RequestTrace
+from router.serving import Say
 from shared.config import Settings
 
 _POLICIES = ("cost", "round_robin")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from router import cluster, launch, runfile
-from router.launch import Say
+from router.serving import Say
 from shared.config import Settings
 from shared.directory.embedded import EmbeddedStore, stop_detached
 from shared.errors import ConfigError, EngineError

@@ -267,6 +267,11 @@ class Fleet:
         """Members that are used, but not for their caches."""
         return sorted(worker for worker, member in self._members.items() if not member.is_cache_aware)
 
+    @property
+    def hints_only(self) -> list[WorkerId]:
+        """Members that tell nobody what they hold: of their caches this router knows what it has just sent there."""
+        return sorted(worker for worker, member in self._members.items() if not member.record.info.tells_blocks)
+
     async def refresh(self) -> None:
         """Bring membership in line with the directory and with the connections that stand. Modifies."""
         try:

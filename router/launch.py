@@ -13,7 +13,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +25,7 @@ from router.plan import download_config
 from router.policies import make_policy
 from router.request_log import RequestLog
 from router.service import Router
+from router.serving import Say, Serving
 from router.tokenizer import Tokenizer
 from shared.config import Settings
 from shared.directory import connect_directory
@@ -40,32 +41,6 @@ from shared.wire import decode_record
 from worker.actor import WorkerActor
 from worker.engines.demo_model import BUILT_IN_MODELS, prepare_model
 from worker.process import WorkerOptions, check_engine
-
-Say = Callable[[str], None]
-"""Tells the user what is going on, one line at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """A router over workers that are ready, and what a front end needs to talk to it."""
-
-    settings: Settings
-    router: Router
-    tokenizer: Tokenizer
-    scheme: CacheScheme
-    workers: tuple[WorkerInfo, ...]
-    """Those that served when this began."""
-    actors: Mapping[WorkerId, Any]
-    """Ray handles of workers that were started here; empty when attached to a running deployment."""
-    store: EmbeddedStore | None
-    """The store that was started here; `None` where one was given."""
-    run: runfile.Run
-    """What another process needs to serve over the same workers."""
-
-    @property
-    def max_model_len_tokens(self) -> int:
-        """The shortest context among the workers: what every one of them can take."""
-        return min(info.max_model_len_tokens for info in self.workers)
 
 
 @dataclass(frozen=True, slots=True)

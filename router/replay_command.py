@@ -12,10 +12,10 @@ from typing import Any
 from tqdm import tqdm
 
 from router import launch, replay
-from router.launch import Say
 from router.openai import ParsedRequest
 from router.replay_plot import draw, require_plot
 from router.replay_report import report_json, report_text
+from router.serving import Say
 from router.simulation import Arrival
 from router.tokenizer import Tokenizer
 from router.traces import Tokenise

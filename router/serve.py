@@ -19,7 +19,7 @@ from router.http import Backend, Front
 from router.http_call import App, Limits
 from router.http_server import is_loopback, listen, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
-from router.launch import Say, Serving
+from router.serving import Say, Serving
 from router.siblings import Siblings, all_metrics, listen_for_siblings
 from shared.config import Settings
 from shared.errors import ConfigError
@@ -58,11 +58,12 @@ async def run_serve(
 def _order(serving: Serving, port: int, folder: Path, number: int, num_routers: int) -> dict[str, Any]:
     """What one of several server processes is told; it goes through a pipe, since it holds secrets."""
     settings = serving.settings.model_dump(mode="json", exclude_unset=True)
-    if "api_key" in settings:
-        settings["api_key"] = serving.settings.api_key.get_secret_value()
+    for name in {"api_key", "attach_api_key"} & settings.keys():
+        settings[name] = getattr(serving.settings, name).get_secret_value()
     return {
         "settings": settings,
-        "run": dataclasses.asdict(serving.run),
+        # A process finds attached servers by itself.
+        "run": None if serving.run is None else dataclasses.asdict(serving.run),
         "port": port,
         "folder": str(folder),
         "number": number,

@@ -12,10 +12,11 @@ from typing import Any
 
 import uvloop
 
-from router import launch, runfile
+from router import attach, runfile
 from router.http_server import listen, serving_http
 from router.serve import make_front, read_keys
 from router.siblings import listen_for_siblings
+from router.workers import Workers, serving_of
 from shared.config import Settings
 from shared.errors import KvrouteError
 from shared.telemetry import set_up_logging
@@ -27,12 +28,12 @@ async def serve(order: dict[str, Any]) -> None:
     """Carry out an order that `router.serve` has made."""
     settings = Settings(**order["settings"])
     set_up_logging(settings.log_level, settings.log_format)
-    run = runfile.Run(**{**order["run"], "workers": tuple(order["run"]["workers"])})
+    workers = await _workers(settings, order["run"])
     folder, number, num_routers = Path(order["folder"]), int(order["number"]), int(order["num_routers"])
     entries = await asyncio.to_thread(read_keys, settings)
     told_to_end = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
-    async with launch.attached(run, settings, lambda line: None) as serving:
+    async with serving_of(workers, _nobody) as serving:
         front = make_front(serving, entries, folder=folder, num_routers=num_routers)
         with listen(settings.host, order["port"], is_shared=True) as shared, listen_for_siblings(folder, number) as own:
             async with serving_http(front, [shared, own], front.limits):
@@ -45,6 +46,18 @@ async def serve(order: dict[str, Any]) -> None:
                 await asyncio.wait([draining, cut], return_when=asyncio.FIRST_COMPLETED)
                 cut.cancel()
                 draining.cancel()
+
+
+async def _workers(settings: Settings, run: dict[str, Any] | None) -> Workers:
+    """Those of the first process."""
+    if run is None:
+        servers = await attach.find_servers(settings, _nobody)
+        return Workers(servers.settings, servers=servers)
+    return Workers(settings, runfile.Run(**{**run, "workers": tuple(run["workers"])}))
+
+
+def _nobody(line: str) -> None:
+    """The first process has told it already."""
 
 
 def main() -> None:

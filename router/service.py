@@ -340,7 +340,7 @@ class Router:
 
     def render_metrics(self) -> bytes:
         """All metrics as of now, as a Prometheus server reads them."""
-        self.metrics.note_workers(self.fleet.state_to_count(), self.fleet.cache_unaware)
+        self.metrics.note_workers(self.fleet.state_to_count(), self.fleet.cache_unaware, self.fleet.hints_only)
         return self.metrics.render()
 
 

@@ -77,6 +77,17 @@ class Settings(BaseModel):
     audit_s: float = Field(60.0, gt=0, description="Time between two audits of what the store holds of a worker.")
     ray_address: str = Field("", description="Ray cluster to use; default: a local one. RAY_ADDRESS counts too.")
 
+    attach: tuple[str, ...] = Field(
+        (),
+        description="Server that runs already, in place of own workers: URL[,events=ENDPOINT][,replay=ENDPOINT]"
+        "[,ranks=N]...; once for each.",
+    )
+    attach_api_key: SecretStr = Field(
+        SecretStr(""), description="Key of the attached servers' API; not on the command line, where others see it."
+    )
+    tokenizer: str = Field(
+        "", description="Folder or Hugging Face name of the attached servers' tokenizer; default: the model's own."
+    )
     host: str = Field("127.0.0.1", min_length=1, description="Address that `serve` listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Port that `serve` listens on; 0: any free one.")
     api_key: SecretStr = Field(SecretStr(""), description="Key that requests must show; default: none is asked for.")
@@ -102,6 +113,12 @@ class Settings(BaseModel):
     cache_dir: Path | None = Field(None, description="Where converted models lie; default: the user's cache folder.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="Least level logged.")
     log_format: Literal["text", "json"] = Field("text", description="Form of log lines.")
+
+    @field_validator("attach", mode="before")
+    @classmethod
+    def _split(cls, attach: Any) -> Any:
+        """A variable of the environment holds all servers, with blanks between them."""
+        return attach.split() if isinstance(attach, str) else attach
 
     @field_validator("profile")
     @classmethod

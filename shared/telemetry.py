@@ -186,6 +186,13 @@ class Metrics(Readings):
             registry=registry,
         )
 
+        self._hints_only = Gauge(
+            "kvroute_worker_hints_only",
+            "1 for each worker that publishes nothing of what it holds, so that only the router's own hints count.",
+            ["worker"],
+            registry=registry,
+        )
+
     def note_request(self, policy: str, outcome: str, num_prompt_tokens: int, trace: Trace) -> None:
         """Count one request that has ended. Tokens count only where a worker has begun to answer."""
         self._requests.labels(policy, outcome).inc()
@@ -206,11 +213,19 @@ class Metrics(Readings):
         """Count one request that was routed without the directory."""
         self._directory_degraded.inc()
 
-    def note_workers(self, state_to_count: Mapping[str, int], cache_unaware: Iterable[str] = ()) -> None:
-        """Set how many workers are in each state, and whose cache is of no use; what is left out has none."""
+    def note_workers(
+        self,
+        state_to_count: Mapping[str, int],
+        cache_unaware: Iterable[str] = (),
+        hints_only: Iterable[str] = (),
+    ) -> None:
+        """Set how many workers are in each state, whose cache is of no use, and whose is known by hints only; what is
+        left out has none.
+        """
         self._workers.clear()
         for state, count in state_to_count.items():
             self._workers.labels(state).set(count)
-        self._cache_unaware.clear()
-        for worker in cache_unaware:
-            self._cache_unaware.labels(worker).set(1)
+        for gauge, workers in ((self._cache_unaware, cache_unaware), (self._hints_only, hints_only)):
+            gauge.clear()
+            for worker in workers:
+                gauge.labels(worker).set(1)

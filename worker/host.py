@@ -167,7 +167,7 @@ class WorkerHost:
         # The engine tells its load with each step, so that its last word may be about requests that have ended since.
         num_running = min(stats.num_running, self._requests.num_unended)
         return WorkerStatus(
-            num_running=num_running,
+            num_running=num_running + stats.num_foreign,
             num_waiting=self._requests.num_unended - num_running,
             queued_prefill_tokens=self._requests.queued_prefill_tokens,
             kv_used_blocks=stats.kv_used_blocks,

@@ -60,7 +60,7 @@ async def test_info_names_what_was_asked(engine: EngineUnderTest):
     assert engine.info is not None
     assert engine.info.name.startswith(("vllm", "simulator"))
     assert (engine.info.num_blocks, engine.info.max_model_len_tokens) == (NUM_BLOCKS, CONTEXT_TOKENS)
-    assert (engine.info.max_num_seqs, engine.info.eviction) == (8, engine.engine._options.eviction)
+    assert (engine.info.max_num_seqs, engine.info.eviction) == (8, engine.eviction)
     assert engine.info.step_budget_tokens > 0
     # Half the pool, which is also what one longest request leaves.
     assert engine.info.pin_budget_blocks == (BUDGET_BLOCKS if engine.info.eviction != "stock" else 0)
@@ -143,10 +143,11 @@ async def test_reset_drops_all_that_nobody_holds(engine: EngineUnderTest):
 
 async def test_cancel_ends_with_abort_and_frees(engine: EngineUnderTest):
     request = engine.request(prompt(8, 100), max_tokens=900)
-    finish = None
+    finish, num_deltas = None, 0
     async for delta in engine.engine.generate(request):
         finish = delta.finish
-        if delta.cached_tokens is not None:
+        num_deltas += 1
+        if num_deltas == 1:
             await engine.engine.cancel(request.request)
     assert finish is FinishReason.ABORT
     await assert_empty(engine)

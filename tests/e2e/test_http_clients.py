@@ -16,8 +16,8 @@ import pytest_asyncio
 
 from router import launch
 from router.keys import KeyEntry
-from router.launch import Serving
 from router.serve import make_front
+from router.serving import Serving
 from shared.config import Settings
 from shared.types import WorkerId
 from tests.support.http_front import listening

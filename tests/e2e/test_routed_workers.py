@@ -16,8 +16,8 @@ import pytest_asyncio
 
 from router import cluster, launch
 from router.batch import BatchLimits, prepare_batch, run_batch
-from router.launch import Serving
 from router.requests import RequestTrace
+from router.serving import Serving
 from shared.config import Settings
 from shared.errors import TransientError
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key

@@ -23,8 +23,8 @@ import pytest
 import pytest_asyncio
 
 from router import cluster, deployment, launch
-from router.launch import Serving
 from router.service import Router
+from router.serving import Serving
 from shared.config import Settings
 from shared.types import WorkerId
 from tests.support.commands import assert_no_process_left, tagged_environment, tagged_processes

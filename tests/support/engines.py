@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 import pytest_asyncio
 
 from shared.types import BlockKey, CacheScheme, FinishReason, RequestId, Sampling
+from tests.support.fake_vllm import FakeOptions, FakeVllm
+from worker.engines.attached import AttachedEngine
+from worker.engines.attached_options import AttachedOptions, parse_servers
 from worker.engines.base import BlockChange, Engine, EngineInfo, EngineRequest
 from worker.engines.profiles import LatencyProfile
 from worker.engines.simulator import SimulatorEngine
@@ -22,6 +26,11 @@ BLOCK_SIZE = 32
 NUM_BLOCKS = 64
 CONTEXT_TOKENS = 1024
 SCHEME = CacheScheme("tiny", BLOCK_SIZE)
+ATTACHED = {
+    "attached": FakeOptions(),
+    "attached-0.20": FakeOptions(is_array_encoded=True, has_byte_hashes=True),
+}
+"""Servers as they are now, and as they speak before vLLM 0.26."""
 VLLM_EVICTIONS = ("adaptive", "shared_first", "lru", "stock")
 ON_VLLM = pytest.mark.parametrize("any_engine", VLLM_EVICTIONS, indirect=True)
 
@@ -44,6 +53,8 @@ class EngineUnderTest:
 
     engine: Any = None
     info: EngineInfo | None = None
+    eviction: str = "stock"
+    """The rule that its pool was asked to follow."""
     told: set[BlockKey] = field(default_factory=set)
     num_resets: int = 0
     deaths: list[str] = field(default_factory=list)
@@ -77,10 +88,11 @@ class EngineUnderTest:
             deltas.append(delta)
         assert ttft_s is not None
         assert all(delta.finish is None for delta in deltas[:-1])
-        assert all(delta.cached_tokens is None for delta in deltas[1:])
+        told = [delta.cached_tokens for delta in (deltas[0], deltas[-1]) if delta.cached_tokens is not None]
+        assert len([delta for delta in deltas if delta.cached_tokens is not None]) == 1
         assert deltas[-1].finish is not None
         token_ids = [token for delta in deltas for token in delta.token_ids]
-        return Answer(token_ids, deltas[-1].finish, deltas[0].cached_tokens, len(deltas), ttft_s)
+        return Answer(token_ids, deltas[-1].finish, told[0], len(deltas), ttft_s)
 
     async def flood(self, num_blocks: int, seed: int) -> None:
         """Ask once for so many blocks' worth of prompts that nobody asks for again, one after another."""
@@ -105,6 +117,7 @@ async def start_vllm(cache_dir: Path, eviction: str = "shared_first", **more: An
         dtype="float32",
         eviction=eviction,
     )
+    under_test.eviction = eviction
     engine: Engine = VllmEngine(replace(options, **more), under_test.on_blocks, under_test.deaths.append)
     under_test.engine = engine
     under_test.info = await engine.start()
@@ -125,27 +138,51 @@ async def start_simulator(**more: Any) -> EngineUnderTest:
         max_num_seqs=8,
         vocabulary_size=256,
     )
+    under_test.eviction = options.eviction
     under_test.engine = SimulatorEngine(replace(options, **more), under_test.on_blocks, under_test.deaths.append)
     under_test.info = await under_test.engine.start()
     return under_test
 
 
+async def start_attached(running: FakeVllm, /, **more: Any) -> EngineUnderTest:
+    """An engine in front of a server that runs."""
+    under_test = EngineUnderTest()
+    (attached,) = parse_servers((running.attach,))
+    options = AttachedOptions(attached, CacheScheme("tiny", running.options.block_size), "tiny")
+    under_test.engine = AttachedEngine(replace(options, **more), under_test.on_blocks, under_test.deaths.append)
+    under_test.info = await under_test.engine.start()
+    return under_test
+
+
+@asynccontextmanager
+async def _any_engine(kind: str, cache_dir: Path) -> AsyncIterator[EngineUnderTest]:
+    if kind == "simulator":
+        yield await start_simulator()
+    elif kind in ATTACHED:
+        server = await FakeVllm(ATTACHED[kind]).start()
+        yield await start_attached(server)
+        await server.stop()
+    else:
+        yield await start_vllm(cache_dir, kind)
+
+
 @pytest_asyncio.fixture(
     scope="session",
     loop_scope="session",
-    params=["simulator", *(pytest.param(rule, marks=(pytest.mark.vllm, pytest.mark.slow)) for rule in VLLM_EVICTIONS)],
+    params=[
+        "simulator",
+        *ATTACHED,
+        *(pytest.param(rule, marks=(pytest.mark.vllm, pytest.mark.slow)) for rule in VLLM_EVICTIONS),
+    ],
 )
 async def any_engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EngineUnderTest]:
     """Every kind of engine, one at a time; vLLM with each eviction rule. Those of `ON_VLLM` tests are vLLM's alone."""
-    if request.param == "simulator":
-        under_test = await start_simulator()
-    else:
-        under_test = await start_vllm(tmp_path_factory.mktemp("models"), request.param)
-    yield under_test
-    await under_test.engine.close()
-    assert under_test.deaths == []
+    async with _any_engine(request.param, tmp_path_factory.mktemp("models")) as under_test:
+        yield under_test
+        await under_test.engine.close()
+        assert under_test.deaths == []
 
 
 async def assert_empty(engine: EngineUnderTest) -> None:

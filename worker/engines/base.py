@@ -27,6 +27,8 @@ class EngineInfo:
     """Whether block keys describe the cache of this model. If not, no block is ever told of."""
     pin_budget_blocks: int = 0
     """Most blocks that pins may hold together; 0 where the pool cannot keep any."""
+    tells_blocks: bool = True
+    """Whether what it holds is told at all. If not, routers have nothing but their own hints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class EngineDelta:
     finish: FinishReason | None = None
     """Comes with the token that ends the answer and not after it, so that no router goes on behind an end."""
     cached_tokens: int | None = None
-    """Prompt tokens served from the prefix cache, told with the first delta."""
+    """Prompt tokens served from the prefix cache, told with the first delta; with the last one by an engine that hears
+    of them no earlier, and not at all by one that never hears of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class EngineStats:
     step_fit: StepFit
     is_cache_aware: bool = True
     """False once the cache has turned out not to be what the block keys say: no block is told of any more."""
+    num_foreign: int = 0
+    """Requests under way on the engine that are not its worker's, and in none of the other counts."""
 
 
 @dataclass(frozen=True, slots=True)

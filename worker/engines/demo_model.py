@@ -33,6 +33,7 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_TOKENIZER_PATTERNS = ["*.json", "*.jinja", "tokenizer.model"]
 _NOT_NEEDED = ["original/*", "onnx/*", "*.onnx", "*.gguf", "*.pth", "*.h5", "*.msgpack"]
 
 
@@ -47,7 +48,14 @@ def prepare_model(name: str, cache_dir: Path) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    return _download(name)
+    return _download(name, "--model", ignore_patterns=_NOT_NEEDED)
+
+
+def prepare_tokenizer(name: str, cache_dir: Path) -> Path:
+    """The same for whoever needs a model's tokenizer alone: of one on Hugging Face no weights are downloaded."""
+    if name in _BUILT_IN or Path(name).expanduser().is_dir():
+        return prepare_model(name, cache_dir)
+    return _download(name, "--tokenizer", allow_patterns=_TOKENIZER_PATTERNS)
 
 
 def _build_once(name: str, cache_dir: Path) -> Path:
@@ -76,15 +84,15 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _download(name: str) -> Path:
+def _download(name: str, flag: str, **patterns: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, ignore_patterns=_NOT_NEEDED))
+        return Path(snapshot_download(name, **patterns))
     except (OSError, ValueError) as error:  # roots of all that the hub's client raises
         cause = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"--model: {name!r} is no folder and none of {', '.join(sorted(_BUILT_IN))}, "
+            f"{flag}: {name!r} is no folder and none of {', '.join(sorted(_BUILT_IN))}, "
             f"and Hugging Face did not give it: {cause}"
         ) from error
 
