@@ -114,6 +114,7 @@ async def answers_to(
     max_model_len_tokens: int,
     salt: str,
     tenant: str = "",
+    added_priority: int = 0,
 ) -> list[Answer]:
     """The answers that a request asks for, in the order of its prompts; requests are named after `name`.
 
@@ -135,7 +136,7 @@ async def answers_to(
                 # As vLLM derives them, so that the first answer is that of a request with n = 1.
                 sampling if sampling.seed is None or not number else replace(sampling, seed=sampling.seed + number),
                 salt=salt,
-                priority=parsed.priority,
+                priority=parsed.priority + added_priority,
                 tenant=tenant,
             )
             answers.append(Answer(index, request, new_detokenizer, bool(parsed.stop)))
