@@ -20,6 +20,7 @@ from typing import Any, TextIO, cast
 from router.answers import Answer, Generate, answers_to, usage_of
 from router.batch_file import Journal, Row, check_input, error_record, read_rows, result_record
 from router.batch_report import BatchReport, Tally
+from router.keys import ANYBODY, Caller
 from router.known_keys import KnownKeys
 from router.openai import Endpoint, Usage, completion_body, parse_request
 from router.progress import Progress
@@ -97,6 +98,7 @@ async def run_batch(
     on_row: OnRow | None = None,
     progress: bool | None = None,
     progress_stream: TextIO | None = None,
+    caller: Caller = ANYBODY,
 ) -> BatchReport:
     """Run all rows that the output does not hold yet.
 
@@ -116,6 +118,7 @@ async def run_batch(
         tokenizer=tokenizer,
         scheme=scheme,
         known_keys=KnownKeys(scheme),
+        caller=caller,
         served_model=prepared.served_model,
         max_model_len_tokens=max_model_len_tokens,
         rng=rng,
@@ -172,6 +175,8 @@ class _Run:
     tokenizer: Tokenizer
     scheme: CacheScheme
     known_keys: KnownKeys
+    caller: Caller
+    """Whose rows they are."""
     served_model: str
     max_model_len_tokens: int
     rng: random.Random
@@ -246,7 +251,8 @@ class _Run:
             self.tokenizer,
             name=f"batch-{self.name}-{row.line}",
             max_model_len_tokens=self.max_model_len_tokens,
-            salt=parsed.cache_salt,
+            salt=self.caller.salted(parsed.cache_salt),
+            tenant=self.caller.tenant,
             service_class=self.service_class,
         )
         answer, text, finish = await self._generate_insisting(answer)

@@ -13,12 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
+from importlib import resources
 
 from router.answers import Answer, Generate, all_wholes, answers_to, merged, usage_of
 from router.chunks import DONE, Chunks
 from router.fields import brief_name
 from router.http_call import App, Call, ClientGone, Header, Limits, Receive, Scope, Send, WhileConnected, log_failure
+from router.http_files import FilesApi
 from router.keys import ANYBODY, UNLIMITED, Allowance, Caller, KeyRing
 from router.openai import Endpoint, ParsedRequest, completion_body, parse_request
 from router.service import Router
@@ -96,12 +97,14 @@ class Front:
         limits: Limits | None = None,
         mounts: Mapping[str, App] | None = None,
         all_metrics: Callable[[], Awaitable[bytes]] | None = None,
+        files_api: FilesApi | None = None,
     ) -> None:
         """`name` keeps the ids of this front's answers apart from those of others; `all_metrics` tells of them all."""
         self.limits = limits or Limits()
         self.is_draining = False
         """Whether new work is refused, so that what is under way can end."""
         self._all_metrics = all_metrics
+        self._files_api = files_api
         self._is_cut = False
         self._has_workers_until_s = 0.0
         self._under_way: set[asyncio.Task[None]] = set()
@@ -112,7 +115,7 @@ class Front:
         self._numbers = itertools.count(1)
         self._created = int(time.time())
         self._mounts = dict(mounts or {})
-        self._description = files("router").joinpath("static", "openapi.json").read_bytes()
+        self._description = resources.files("router").joinpath("static", "openapi.json").read_bytes()
         self._routes = {
             "/v1/chat/completions": _Route({"POST": partial(self._complete, Endpoint.CHAT)}, is_open=False),
             "/v1/completions": _Route({"POST": partial(self._complete, Endpoint.COMPLETIONS)}, is_open=False),
@@ -188,8 +191,10 @@ class Front:
                 await call.pass_on(app)
 
             return _Route(dict.fromkeys(("GET", "POST", "PUT", "DELETE"), run), is_open=False)
-        if rest.startswith("models/") and first == "v1":
+        if first == "v1" and rest.startswith("models/"):
             return _Route({"GET": self._model}, is_open=False)
+        if first == "v1" and self._files_api is not None and (handlers := self._files_api.methods_of(rest)) is not None:
+            return _Route(handlers, is_open=False)
         raise NotFound(f"Unknown request URL: {call.method} {call.path[:100]}. See /openapi.json for what is served.")
 
     async def _complete(self, endpoint: Endpoint, call: Call, caller: Caller, allowance: Allowance) -> None:

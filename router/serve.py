@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import random
 import secrets
 import signal
 import socket
@@ -15,15 +16,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from router.batch import BatchLimits
+from router.batch_book import BatchBook
+from router.batch_service import BatchRuns, BatchService
 from router.http import Backend, Front
 from router.http_call import App, Limits
+from router.http_files import FilesApi
 from router.http_server import is_loopback, listen, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
 from router.serving import Say, Serving
 from router.siblings import Siblings, all_metrics, listen_for_siblings
+from router.stored_files import FileStore
 from shared.config import Settings
 from shared.errors import ConfigError
 
+_IN_FLIGHT_PER_SEQ = 2
+"""Batch rows under way for each sequence that the workers can run: less than a batch alone has, since others wait."""
 _MIN_BODY_BYTES = 4 << 20
 _BODY_BYTES_PER_TOKEN = 32
 """Far over what a token's text or id takes in JSON, so that no prompt that fits the context is refused for its size."""
@@ -49,7 +57,9 @@ async def run_serve(
             sockets.append(stack.enter_context(listen_for_siblings(folder, 0)))
             orders = [_order(serving, port, folder, number, num_routers) for number in range(1, num_routers)]
             siblings = await stack.enter_async_context(Siblings(orders, settings.drain_timeout_s, say))
-        front = make_front(serving, entries, folder=folder, num_routers=num_routers)
+        files = await asyncio.to_thread(open_files, settings)
+        front = make_front(serving, entries, files=files, folder=folder, num_routers=num_routers)
+        await stack.enter_async_context(make_batch_service(serving, entries, files))
         for line in _banner(serving, port, num_routers):
             say(line)
         return await _serve_until_told(front, sockets, siblings, settings.drain_timeout_s, say)
@@ -89,6 +99,7 @@ def make_front(
     entries: Sequence[KeyEntry],
     *,
     mounts: Mapping[str, App] | None = None,
+    files: tuple[FileStore, BatchBook] | None = None,
     folder: Path | None = None,
     num_routers: int = 1,
 ) -> Front:
@@ -96,12 +107,7 @@ def make_front(
     `folder`.
     """
     settings = serving.settings
-    clock = asyncio.get_running_loop().time
-    ring = (
-        KeyRing(entries, clock, num_shares=num_routers)
-        if entries
-        else KeyRing.of_one(settings.api_key.get_secret_value(), clock)
-    )
+    ring = _key_ring(settings, entries, num_routers)
     policy = settings.policy.partition(":")[0]
     max_model_len_tokens = serving.max_model_len_tokens
     backend = Backend.over(serving.router, serving.tokenizer, settings.model_name, max_model_len_tokens, policy)
@@ -113,8 +119,45 @@ def make_front(
         name=secrets.token_hex(6),
         limits=limits,
         mounts=mounts,
+        files_api=None if files is None else FilesApi(*files, limits),
         all_metrics=None if folder is None else partial(all_metrics, folder, num_routers),
     )
+
+
+def make_batch_service(
+    serving: Serving, entries: Sequence[KeyEntry], files: tuple[FileStore, BatchBook]
+) -> BatchService:
+    """What runs the batches that come in over HTTP."""
+    settings = serving.settings
+    num_seqs = sum(info.max_num_seqs for info in serving.workers)
+    wanted = settings.max_in_flight or num_seqs * _IN_FLIGHT_PER_SEQ
+    runs = BatchRuns(
+        generate=serving.router.generate,
+        tokenizer=serving.tokenizer,
+        scheme=serving.scheme,
+        model=settings.model_name,
+        max_model_len_tokens=serving.max_model_len_tokens,
+        # Rows beyond what the router holds would only be refused by it.
+        limits=BatchLimits(min(wanted, settings.max_queued)),
+        caller_of=_key_ring(settings, entries, 1).caller_of,
+    )
+    return BatchService(runs, *files, random.Random(settings.seed))
+
+
+def open_files(settings: Settings) -> tuple[FileStore, BatchBook]:
+    """Where uploads and batches lie. Blocks; raises `ConfigError`."""
+    folder = settings.files_dir or settings.model_cache_dir / "files"
+    try:
+        return FileStore(folder / "files"), BatchBook(folder / "batches")
+    except OSError as error:
+        raise ConfigError(f"--files-dir: cannot write {folder}: {error.strerror}") from None
+
+
+def _key_ring(settings: Settings, entries: Sequence[KeyEntry], num_shares: int) -> KeyRing:
+    clock = asyncio.get_running_loop().time
+    if entries:
+        return KeyRing(entries, clock, num_shares=num_shares)
+    return KeyRing.of_one(settings.api_key.get_secret_value(), clock)
 
 
 async def _serve_until_told(

@@ -14,7 +14,7 @@ import uvloop
 
 from router import attach, runfile
 from router.http_server import listen, serving_http
-from router.serve import make_front, read_keys
+from router.serve import make_front, open_files, read_keys
 from router.siblings import listen_for_siblings
 from router.workers import Workers, serving_of
 from shared.config import Settings
@@ -33,8 +33,9 @@ async def serve(order: dict[str, Any]) -> None:
     entries = await asyncio.to_thread(read_keys, settings)
     told_to_end = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
+    files = await asyncio.to_thread(open_files, settings)
     async with serving_of(workers, _nobody) as serving:
-        front = make_front(serving, entries, folder=folder, num_routers=num_routers)
+        front = make_front(serving, entries, files=files, folder=folder, num_routers=num_routers)
         with listen(settings.host, order["port"], is_shared=True) as shared, listen_for_siblings(folder, number) as own:
             async with serving_http(front, [shared, own], front.limits):
                 sys.stdout.write("ready\n")
