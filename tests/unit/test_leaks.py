@@ -43,7 +43,7 @@ def test_booking_and_promise_that_nobody_ends_are_told() -> None:
         async with rack(1) as workers, workers.router() as router:
             booking = router.fleet.book(WorkerId("w0"), "r", uncached_tokens=5, demand_blocks=1)  # type: ignore[arg-type]
             promise = router.hints.promise(WorkerId("w0"), [b"k"])  # type: ignore[list-item]
-            kept.append((router.fleet, booking, promise, router.hints))
+            kept.append((booking, promise, router.hints))
             # Past what the rack itself looks for.
             router.fleet._members.clear()
 
@@ -51,7 +51,7 @@ def test_booking_and_promise_that_nobody_ends_are_told() -> None:
     with pytest.raises(pytest.fail.Exception, match="Claims: 8 left"), watched():
         run_virtual(scenario())
     # The look over this test itself is not to find them.
-    fleet, booking, promise, hints = kept[0]
+    booking, promise, hints = kept[0]
     booking.claims.remove(booking)
     hints.withdraw(promise)
 
