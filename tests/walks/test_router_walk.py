@@ -6,12 +6,13 @@ import asyncio
 import random
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from router.hints import SETTLE_S
 from router.policies import POLICY_NAMES
-from router.requests import Generated, GenerateRequest, RequestTrace
+from router.requests import CLASSES, Generated, GenerateRequest, RequestTrace
 from router.service import Router
 from shared.directory.memory import MemoryDirectory
 from shared.errors import StreamBroken, TransientError, WorkerIdTaken
@@ -41,9 +42,9 @@ class _Asked:
     items: list[Generated] = field(default_factory=list)
     ends: list[str | TransientError] = field(default_factory=list)
 
-    async def read(self, router: Router, name: str, priority: int) -> None:
+    async def read(self, router: Router, name: str, **fields: Any) -> None:
         request = GenerateRequest(
-            RequestId(name), pack_tokens(self.token_ids), Sampling(self.num_tokens, seed=self.seed), priority=priority
+            RequestId(name), pack_tokens(self.token_ids), Sampling(self.num_tokens, seed=self.seed), **fields
         )
         try:
             async with aclosing(router.generate(request, RequestTrace())) as generated:
@@ -103,7 +104,7 @@ class _Walk:
         await self._workers.settle()
         await asyncio.sleep(SETTLE_S + 1.0)
         assert_no_leftovers(self._router)
-        assert len(self._router.hints) == 0
+        assert len(self._router.hints) == self._router.queue.num_lanes == 0
         assert set(self._names()) == set(self._router.fleet.worker_to_instance)
         names = [task.get_name() for task in asyncio.all_tasks()]
         assert not [name for name in names if name.startswith("kvroute-pump")]
@@ -125,7 +126,13 @@ class _Walk:
             seed=self._rng.choice((None, None, 1)),
         )
         self._asked.append(asked)
-        reading = asked.read(self._router, f"q{number}", self._rng.randrange(3))
+        reading = asked.read(
+            self._router,
+            f"q{number}",
+            priority=self._rng.randrange(3),
+            tenant=self._rng.choice(("", "one", "two")),
+            service_class=self._rng.choice(CLASSES),
+        )
         self._readers.append(asyncio.create_task(reading, name=f"reader-{number}"))
         # Some moments, so that a cancel may come at any of a request's steps; the first one lets the reader begin.
         for _ in range(self._rng.randint(1, 12)):
@@ -231,7 +238,7 @@ async def _disturbed(seed: int) -> None:
             _Asked(prompt(rng.randrange(4), 64, tail=number), rng.randint(1, 120), leaves_after=None, seed=None)
             for number in range(80)
         ]
-        readers = [asyncio.create_task(one.read(router, f"q{number}", 0)) for number, one in enumerate(asked)]
+        readers = [asyncio.create_task(one.read(router, f"q{number}")) for number, one in enumerate(asked)]
         num_ended = 0
         while not all(reader.done() for reader in readers):
             await asyncio.sleep(rng.choice((0.003, 0.03, 0.1)))
