@@ -102,6 +102,8 @@ class HoldQueue:
         self._is_pass_due = False
         self._has_unseen = False
         """Whether the last pass left out requests that do not wait for a worker that it has found busy."""
+        self._is_loading_ahead = False
+        """Whether a request has come since loads were last taken for the next one."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._matching: set[asyncio.Task[None]] = set()
@@ -201,6 +203,7 @@ class HoldQueue:
         """Put a request, once it is matched, before the workers."""
         if self._is_closed:
             raise NoWorker("the router is closing")
+        self._is_loading_ahead = True
         self._sync_workers(self._fleet.loads())
         self._table.add(held, self._credit.row(held.request, held.keys, held.worker_to_match), self._num_passes)
         self._decide(None if self._is_pass_due or self._has_unseen else held)
@@ -214,7 +217,10 @@ class HoldQueue:
                 self._num_passes += 1
                 self._column_to_reserved.clear()
             if not len(self._table):
-                self._fleet.note_news()
+                if self._is_loading_ahead:
+                    # Whoever comes next finds the loads taken; not at every news, since nobody may come for long.
+                    self._is_loading_ahead = False
+                    self._fleet.loads()
                 return
             loads = self._fleet.loads()
             self._sync_workers(loads)
