@@ -99,6 +99,8 @@ class Binder:
         self._is_pass_due = False
         self._has_unseen = False
         """Whether the last pass left out requests that do not wait for a worker that it has found busy."""
+        self._is_loading_ahead = False
+        """Whether a request has come since loads were last taken for the next one."""
         self._matching: set[asyncio.Task[None]] = set()
         hints.on_change = self._take_hint
 
@@ -120,6 +122,7 @@ class Binder:
 
     def take(self, held: Held) -> None:
         """Put a request, once it is matched, before the workers. Modifies."""
+        self._is_loading_ahead = True
         self._sync_workers(self._fleet.loads())
         self._table.add(held, self._credit.row(held.request, held.keys, held.worker_to_match), self._num_passes)
         self._decide(None if self._is_pass_due or self._has_unseen else held)
@@ -146,7 +149,10 @@ class Binder:
                 self._num_passes += 1
                 self._column_to_reserved.clear()
             if not len(self._table):
-                self._fleet.note_news()
+                if self._is_loading_ahead:
+                    # Whoever comes next finds the loads taken; not at every news, since nobody may come for long.
+                    self._is_loading_ahead = False
+                    self._fleet.loads()
                 return
             loads = self._fleet.loads()
             self._sync_workers(loads)

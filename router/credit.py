@@ -69,7 +69,10 @@ class Credit:
         most_tokens = min(most, num_usable) * self._block_size_tokens
         if most_tokens < max(1, self._min_prefix_tokens):
             return Credited(np.zeros(self._num_workers, dtype=np.int64), 0, next_hash)
-        tokens = np.minimum(np.array(num_blocks, dtype=np.int64), num_usable) * self._block_size_tokens
+        tokens = np.array(num_blocks, dtype=np.int64)
+        if most > num_usable:
+            np.minimum(tokens, num_usable, out=tokens)
+        tokens *= self._block_size_tokens
         if self._min_prefix_tokens:
             tokens[tokens < self._min_prefix_tokens] = 0
         return Credited(tokens, most_tokens, next_hash)

@@ -133,11 +133,6 @@ class Fleet:
 
         Modifies no more than the columns that are due.
         """
-        self.note_news()
-        return self._table.snapshot(self._clock())
-
-    def note_news(self) -> None:
-        """Write the columns that are due. `loads` does it too; its snapshot costs more than all of them. Modifies."""
         if self._is_roll_due:
             self._call_roll()
         for worker in self._unwritten:
@@ -146,6 +141,7 @@ class Fleet:
                 column = column_of(member.record.info, member.client, member.claims, member.last_booking, self._clock())
                 self._table.write(member.column, column, self._num_booked)
         self._unwritten.clear()
+        return self._table.snapshot(self._clock())
 
     def book(self, worker: WorkerId, request: RequestId, *, uncached_tokens: int, demand_blocks: int) -> Booking:
         """Claim a place on a worker. Modifies; every booking must be released."""

@@ -34,8 +34,6 @@ from worker.simulated_host import SimulatedClient, SimulatedHost
 
 _WHOLE_ANSWER_TOKENS = 1 << 30
 """Nobody reads along: what comes between the first token and the end is told with the end."""
-_PATIENCE_S = 5.0
-"""Longest wait of one read of a stream; reads end with the first news anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,7 @@ class _Simulation:
                 stack.push_async_callback(worker.publisher.stop)
                 stack.callback(worker.host.close)
             # Routers of one lag see the same at any time, and each only reads: one mirror is the mirror of all.
-            directory = MirroredDirectory(store, StreamedFeed(store, lag_s=spec.lag_s), wait_s=_PATIENCE_S)
+            directory = MirroredDirectory(store, StreamedFeed(store, lag_s=spec.lag_s), wait_s=math.inf)
             directory.start()
             for number in range(spec.num_routers):
                 router = self._make_router(number, policy, directory, scheme)

@@ -203,11 +203,13 @@ class Publisher:
     async def _wait_for_news(self) -> None:
         """Until the next heartbeat, or until changes have been gathered for a tick."""
         patience_s = max(0.0, self._next_heartbeat_s - asyncio.get_running_loop().time())
-        with contextlib.suppress(TimeoutError):
-            if self.is_quiet:
-                # Not `wait_for`: up to Python 3.11 it loses a cancellation that meets the end of the wait.
-                async with asyncio.timeout(patience_s):
-                    await self._wake.wait()
+        if self.is_quiet:
+            timer = asyncio.get_running_loop().call_later(patience_s, self._wake.set)
+            try:
+                await self._wake.wait()
+            finally:
+                timer.cancel()
+        if not self.is_quiet:
             await asyncio.sleep(min(self._tick_s, patience_s))
 
     async def _advance(self) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from shared.errors import KvrouteError, Outpaced
 from shared.messages import Delta
@@ -141,7 +141,7 @@ class SimulatedHost:
                 priority=stream.priority,
             )
         except KvrouteError as error:
-            self._later(client, stream.fail, error)
+            self._later(stream.fail, error)
             return
         self._num_live += 1
         self._backlog.add(stream, prompt, max(stream.matched_tokens, num_shared_tokens), num_prefilled)
@@ -174,15 +174,14 @@ class SimulatedHost:
         status = self.status()
         for client, deltas in news.items():
             is_urgent = any(delta.offset == 0 or delta.finish is not None for _, delta, _ in deltas)
-            self._later(client, client.take, deltas, status if is_urgent else None, client.num_arrived)
+            self._later(client.take, deltas, status if is_urgent else None, client.num_arrived)
 
     def _tell_all(self) -> None:
         self._timer = None
-        status = self.status()
-        for client in self._clients:
-            self._later(client, client.take, [], status, client.num_arrived)
+        client_to_arrived = {client: client.num_arrived for client in self._clients}
+        self._later(_take_status, self.status(), client_to_arrived)
 
-    def _later(self, client: SimulatedClient, deliver: Callable[..., None], *arguments: object) -> None:
+    def _later(self, deliver: Callable[..., None], *arguments: object) -> None:
         """The way back to a router."""
         if self.lag_s:
             asyncio.get_running_loop().call_later(self.lag_s, deliver, *arguments)
@@ -356,3 +355,9 @@ class SimulatedClient:
 
     async def close(self) -> None:
         self.host.detach(self)
+
+
+def _take_status(status: WorkerStatus, client_to_arrived: Mapping[SimulatedClient, int]) -> None:
+    """A regular status has come to all routers."""
+    for client, num_arrived in client_to_arrived.items():
+        client.take([], status, num_arrived)

@@ -328,8 +328,8 @@ class Follower:
         del self._place_to_workers[place], self._place_to_task[place]
 
     def _select(self, workers: Set[WorkerId], *, is_shown: bool) -> dict[WorkerId, _Followed]:
-        all_followed = {worker: self._worker_to_followed[worker] for worker in workers}
-        return {worker: followed for worker, followed in all_followed.items() if followed.is_shown == is_shown}
+        worker_to_followed = self._worker_to_followed
+        return {worker: followed for worker in workers if (followed := worker_to_followed[worker]).is_shown == is_shown}
 
     def _wait_at(self, place: str, *, are_all_shown: bool) -> float:
         """Short while there are workers that will be read together with these, and wait for this read to end."""
@@ -373,18 +373,22 @@ class Follower:
         for start in range(0, len(stored), _KEYS_PER_TURN):
             part = stored[start : start + _KEYS_PER_TURN]
             self._mirror.apply(copy, part)
-            await self._yield_after(len(part))
+            if self._is_turn_over(len(part)):
+                await asyncio.sleep(0)
         for start in range(0, len(removed), _KEYS_PER_TURN):
             part = removed[start : start + _KEYS_PER_TURN]
             self._mirror.apply(copy, (), part)
-            await self._yield_after(len(part))
+            if self._is_turn_over(len(part)):
+                await asyncio.sleep(0)
         self.num_keys_applied += len(stored) + len(removed)
 
-    async def _yield_after(self, num_keys: int) -> None:
+    def _is_turn_over(self, num_keys: int) -> bool:
+        """Whether it is time for others, so many changes later. Modifies."""
         self._num_keys_this_turn += num_keys
-        if self._num_keys_this_turn >= _KEYS_PER_TURN:
-            self._num_keys_this_turn = 0
-            await asyncio.sleep(0)
+        if self._num_keys_this_turn < _KEYS_PER_TURN:
+            return False
+        self._num_keys_this_turn = 0
+        return True
 
     # Cleaning.
 

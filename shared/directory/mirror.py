@@ -166,8 +166,7 @@ class Mirror:
         Does not modify. One look-up for each key until nobody holds it; nothing is inferred from keys further on.
         """
         candidates = 0
-        for worker in workers:
-            copy = self._worker_to_copy.get(worker)
+        for copy in map(self._worker_to_copy.get, workers):
             if copy is not None:
                 candidates |= copy.bit
         found: dict[WorkerId, Match] = {}

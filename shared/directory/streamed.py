@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,17 +82,18 @@ class StreamedDirectory(MemoryDirectory):
         return list(self._entry_of)
 
     async def written(self, workers: Iterable[WorkerId], until_s: float) -> None:
-        """Wait until something is added to one of these streams, but no longer than until then."""
+        """Wait until something is added to one of these streams, but no longer than until then, which may be never."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         lists = [self._worker_to_waiters.setdefault(worker, []) for worker in workers]
         for waiters in lists:
             waiters.append(waiter)
-        timer = loop.call_at(until_s, _wake, waiter)
+        timer = loop.call_at(until_s, _wake, waiter) if until_s < math.inf else None
         try:
             await waiter
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             for waiters in lists:
                 waiters.remove(waiter)
 
