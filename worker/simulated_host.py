@@ -126,7 +126,7 @@ class SimulatedHost:
             num_shared_tokens = self._backlog.admit(prompt, stream.max_queued_tokens, num_prefilled)
         except Outpaced as error:
             self.num_outpaced += 1
-            self._later(client, client.take_refusal, stream, error, self.status(), client.num_arrived)
+            self._later(client.take_refusal, stream, error, self.status(), client.num_arrived)
             return
         self.num_submitted += 1
         try:
