@@ -118,6 +118,7 @@ class HeldTable:
     def priorities(self) -> Ints:
         return self._priorities[: len(self._held)]
 
+    @property
     def demand_blocks(self) -> Ints:
         return self._demand_blocks[: len(self._held)]
 
