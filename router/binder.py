@@ -197,9 +197,12 @@ class Binder:
         rows, may_reserve = self._in_order(loads, fleet, is_ready, now_s)
         self._ask_again(rows)
         bound: list[Held] = []
+        weighed: Costs | None = None
         while len(rows) and is_ready.any():
             requests = self._table.requests(rows, now_s)
-            costs = self._policy.costs(self._ranked(requests), loads, fleet, self._rng)
+            if weighed is None:
+                weighed = self._policy.costs(self._ranked(requests), loads, fleet, self._rng)
+            costs = weighed
             if self._column_to_reserved or self._table.num_excluding:
                 costs = self._barred(costs, rows)
             best = costs.best(loads)
@@ -224,9 +227,12 @@ class Binder:
                 loads = self._fleet.loads()
                 fleet = self._fleet_state(loads)
                 is_ready = self._is_ready(loads, fleet, now_s)
+                weighed = None
             else:
                 self._column_to_reserved[column] = held
                 is_ready[column] = False
+                # Loads are as they were, and so is what the others cost.
+                weighed = weighed.after(at)
             rows = rows[at + 1 :]
         for held in bound:
             self._table.remove(held)

@@ -172,6 +172,18 @@ class Costs:
     terms: Mapping[str, Floats] = field(default_factory=dict)
     """Parts of `total` by name, for people: (requests, workers), or (workers,) where equal for all requests."""
 
+    def after(self, row: int) -> Costs:
+        """The same for the requests behind that row alone."""
+        rest = slice(row + 1, None)
+        return Costs(
+            total=self.total[rest],
+            tie_hashes=None if self.tie_hashes is None else self.tie_hashes[rest],
+            can_send=None if self.can_send is None else self.can_send[rest],
+            lacks_blocks=None if self.lacks_blocks is None else self.lacks_blocks[rest],
+            max_queued_s=None if self.max_queued_s is None else self.max_queued_s[rest],
+            terms={name: term if term.ndim == 1 else term[rest] for name, term in self.terms.items()},
+        )
+
     def best(self, loads: Loads) -> Ints:
         """The column of the best worker for each request, ties broken."""
         best: Ints = self.total.argmin(axis=1)
