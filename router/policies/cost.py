@@ -20,6 +20,9 @@ from router.policies.base import Costs, Flags, FleetState, Floats, Ints, Loads, 
 class CostWeights:
     """What each part counts. Pure numbers, none of them a time; found by simulation, and the same for every fleet."""
 
+    own_prefill: float = 1.5
+    """Own prefill counts more than waiting, since it also delays whoever comes after. Equal prompts that come at once
+    wait for the worker that computes the first."""
     fullness: float = 0.5
     """A worker full of sequences or blocks costs half a mean prompt: it decodes slower and evicts what others want."""
     decode: float = 1.0
@@ -54,7 +57,7 @@ class CostPolicy:
         queued_s = loads.queued_prefill_s
         pressure = _pressure(queued_s, fleet)
         has_free_slot = loads.has_free_slot
-        own_s: Floats = np.multiply(requests.own_tokens, loads.prefill_s_per_token)
+        own_s: Floats = np.multiply(requests.own_tokens, weights.own_prefill * loads.prefill_s_per_token)
         # A worker that runs nothing takes anything: what it cannot hold it refuses by name; no wait would mend that.
         free_blocks = np.where(num_requests, loads.kv_total_blocks - loads.kv_used_blocks, _UNLIMITED)
         missing_blocks = requests.new_blocks(fleet.block_size_tokens) - free_blocks
