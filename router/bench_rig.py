@@ -68,6 +68,7 @@ class BenchClient:
     instance = INSTANCE
     is_connected = True
     is_lost = False
+    num_silences = 0
     round_trip_s = 0.001
 
     def __init__(self, worker: WorkerId, clock: Callable[[], float], on_change: OnChange) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.transport.base import WorkerClient
+from shared.errors import KvrouteError
+from shared.transport.base import DeltaStream, WorkerClient
 from shared.types import Instance, RequestId, WorkerId
 
 
@@ -22,6 +23,8 @@ class Booking:
     demand_blocks: int
     submit: int | None = None
     """The number of the submit on the worker's client, so that a status can tell whether it counts it."""
+    movable: DeltaStream | None = None
+    """What it reads, for as long as it may be given up here and go on elsewhere."""
     _has_first_token: bool = field(default=False, init=False)
 
     @property
@@ -82,6 +85,15 @@ class Claims:
         if not booking._has_first_token:
             self.pending_blocks -= booking.demand_blocks
         self._live.discard(booking)
+
+    def give_up(self, error: KvrouteError) -> int:
+        """Have what may go on elsewhere do so, with `error`; how many that are. They end as ever, in their own time."""
+        moved = sorted((one for one in self._live if one.movable is not None), key=lambda booking: booking.submit or 0)
+        for booking in moved:
+            stream, booking.movable = booking.movable, None
+            assert stream is not None, "only what is movable has been picked"
+            stream.give_up(error)
+        return len(moved)
 
     def _see(self, booking: Booking) -> None:
         self._unseen.discard(booking)

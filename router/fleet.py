@@ -7,15 +7,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 
-from router.bookings import Booking, Claims
+from router.bookings import Booking
 from router.loads import Fixed, LoadTable, column_of
+from router.membership import STATES, Membership
 from router.policies.base import Loads
 from router.suspicion import Suspicion
 from shared.directory.base import Directory, RouterPlace, WorkerRecord
-from shared.errors import AuthenticationFailed, DirectoryUnavailable, KvrouteError, WorkerLost
+from shared.errors import AuthenticationFailed, DirectoryUnavailable, KvrouteError, WorkerLost, WorkerSilent
 from shared.hashing import pack_tokens
 from shared.transport.base import OnChange, WorkerClient
 from shared.types import Instance, RequestId, RouterId, Sampling, WorkerId
@@ -32,22 +32,6 @@ _ROUTER_LEASE_REFRESHES = 3.0
 Connect = Callable[[WorkerRecord, OnChange], WorkerClient]
 
 
-@dataclass(slots=True)
-class _Member:
-    record: WorkerRecord
-    client: WorkerClient
-    is_cache_aware: bool
-    claims: Claims = field(default_factory=Claims)
-    rest_until_s: float = 0.0
-    last_booking: int = 0
-    """The number of the last send that went to it, of all sends of this router."""
-    probe: asyncio.Task[None] | None = None
-    state: str = "away"
-    """As of the last roll call."""
-    column: int | None = None
-    """Its place among the loads, if it may be sent to."""
-
-
 class Fleet:
     """Owns membership, connections, bookings and suspicion.
 
@@ -56,8 +40,9 @@ class Fleet:
     stands is better proof of life than a lease that the store has lost. With `only`, workers of other names are left
     to the deployments that started them.
 
-    A worker that cannot be reached, or that broke `MAX_FAILURES` requests in a row, is suspect: it gets a probe after
-    growing pauses and nothing else until one succeeds. Refusals and busy answers are no failures.
+    A worker that has fallen silent gets nothing new, unless all have; if it stays so, what it has under way moves. Its
+    next word ends that. One that cannot be reached, or that broke `MAX_FAILURES` requests in a row, is suspect: it gets
+    a probe after growing pauses and nothing else until one succeeds. Refusals and busy answers are no failures.
     """
 
     def __init__(
@@ -82,7 +67,7 @@ class Fleet:
         self._router = router
         self._only = only
         self._refresh_s = refresh_s
-        self._members: dict[WorkerId, _Member] = {}
+        self._members: dict[WorkerId, Membership] = {}
         self._worker_to_instance: Mapping[WorkerId, Instance] | None = None
         self._table = LoadTable()
         self._is_roll_due = True
@@ -128,7 +113,7 @@ class Fleet:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         for member in list(self._members.values()):
-            await _disconnect(member)
+            await member.disconnect()
         self._members.clear()
         self._worker_to_instance = None
         self._unwritten.clear()
@@ -138,17 +123,10 @@ class Fleet:
         """How many workers are in each state. Does not modify."""
         now = self._clock()
         states = Counter(self._state(member, now) for member in self._members.values())
-        return {state: states[state] for state in ("ready", "away", "draining", "resting", "suspected")}
+        return {state: states[state] for state in STATES}
 
-    def _state(self, member: _Member, now_s: float) -> str:
-        status = member.client.status
-        if not member.client.is_connected:
-            return "away"
-        if member.record.is_draining or (status is not None and status.is_draining):
-            return "draining"
-        if self._suspicion.is_open(member.client.instance):
-            return "suspected"
-        return "resting" if member.rest_until_s > now_s else "ready"
+    def _state(self, member: Membership, now_s: float) -> str:
+        return member.state_at(now_s, is_suspected=self._suspicion.is_open(member.client.instance))
 
     def loads(self) -> Loads:
         """Loads of the workers that may be sent to now, by worker id. Costs next to nothing where nothing has changed.
@@ -196,16 +174,19 @@ class Fleet:
         """Take stock of who may be sent to, and give each its column."""
         now = self._clock()
         self._is_roll_due = False
-        ready: list[_Member] = []
-        for _, member in sorted(self._members.items()):
-            member.state = self._state(member, now)
-            member.column = len(ready) if member.state == "ready" else None
-            if member.column is not None:
-                ready.append(member)
+        members = [member for _, member in sorted(self._members.items())]
+        for member in members:
+            member.state, member.column = self._state(member, now), None
+        ready = [member for member in members if member.state == "ready"]
+        if not ready and not any(member.state == "resting" for member in members):
+            # Where all are silent the fault may be on this side, and there is nobody to go to in their place.
+            ready = [member for member in members if member.state == "silent"]
+        for column, member in enumerate(ready):
+            member.column = column
         self._table.reset([self._fixed(member) for member in ready])
         self._unwritten = {member.record.info.worker for member in ready}
 
-    def _fixed(self, member: _Member) -> Fixed:
+    def _fixed(self, member: Membership) -> Fixed:
         info = member.record.info
         return Fixed(
             worker=info.worker,
@@ -221,10 +202,26 @@ class Fleet:
         member = self._members.get(worker)
         if member is not None:
             self._unwritten.add(worker)
+            if member.client.num_silences:
+                self._note_silence(member)
+            elif member.is_silent and member.client.is_connected:
+                member.is_silent = False
+                logger.warning("worker %s speaks again", worker)
             self._check_state(member)
         self._on_change()
 
-    def _check_state(self, member: _Member) -> None:
+    def _note_silence(self, member: Membership) -> None:
+        """A worker has kept silent once more: what would come to it goes elsewhere, and then what it has under way."""
+        worker, num_silences = member.record.info.worker, member.client.num_silences
+        if not member.is_silent:
+            member.is_silent = True
+            logger.warning("worker %s has fallen silent: it gets nothing new until it speaks again", worker)
+        if num_silences > 1 and any(self._state(other, self._clock()) == "ready" for other in self._members.values()):
+            num_moved = member.claims.give_up(WorkerSilent(f"worker {worker} has fallen silent"))
+            if num_moved:
+                logger.warning("worker %s is silent still: %s requests of it go elsewhere", worker, num_moved)
+
+    def _check_state(self, member: Membership) -> None:
         self._is_roll_due |= self._state(member, self._clock()) != member.state
 
     def rest(self, worker: WorkerId, retry_after_s: float | None) -> None:
@@ -238,7 +235,7 @@ class Fleet:
                 asyncio.get_running_loop().call_later(delay_s, self._end_rest, member, rest_until_s)
             self._is_roll_due = True
 
-    def _end_rest(self, member: _Member, rest_until_s: float) -> None:
+    def _end_rest(self, member: Membership, rest_until_s: float) -> None:
         # A timer may come a moment early by the clock.
         if member.rest_until_s == rest_until_s:
             member.rest_until_s = 0.0
@@ -348,7 +345,7 @@ class Fleet:
                 worker,
                 record.info.scheme.namespace,
             )
-        self._members[worker] = _Member(record, client, is_cache_aware, last_booking=self._num_booked)
+        self._members[worker] = Membership(record, client, is_cache_aware, last_booking=self._num_booked)
         self._worker_to_instance = None
         self._is_roll_due = True
         logger.info("worker %s joined (%s at %s)", worker, record.info.engine, record.info.address)
@@ -361,10 +358,10 @@ class Fleet:
         self._is_roll_due = True
         self._unwritten.discard(worker)
         self._on_leave(worker)
-        await _disconnect(member)
+        await member.disconnect()
         self._on_change()
 
-    def _check_awareness(self, member: _Member) -> None:
+    def _check_awareness(self, member: Membership) -> None:
         """Use a worker for its cache no more once its engine has told of other blocks than it announced. Loud once."""
         status = member.client.status
         if member.is_cache_aware and status is not None and not status.is_cache_aware:
@@ -377,7 +374,7 @@ class Fleet:
             )
             self._on_change()
 
-    async def _probe(self, member: _Member) -> None:
+    async def _probe(self, member: Membership) -> None:
         """Have a suspect worker compute one token."""
         worker, instance = member.record.info.worker, member.client.instance
         self._num_probes += 1
@@ -399,10 +396,3 @@ class Fleet:
             self._on_change()
         finally:
             member.probe = None
-
-
-async def _disconnect(member: _Member) -> None:
-    if member.probe is not None:
-        member.probe.cancel()
-        await asyncio.gather(member.probe, return_exceptions=True)
-    await member.client.close()

@@ -84,6 +84,8 @@ class RequestTrace:
     """What the engine says its cache gave."""
     num_output_tokens: int = 0
     num_attempts: int = 0
+    num_refusals: int = 0
+    """Times that it was sent to a worker which others had reached first, and weighed again."""
     num_continuations: int = 0
     """Attempts that went on from tokens already handed out."""
     explain: Callable[[], str] | None = None

@@ -26,16 +26,23 @@ from shared.errors import (
     DeadlineExceeded,
     DirectoryUnavailable,
     EngineError,
+    Outpaced,
     Overloaded,
     StreamBroken,
     WorkerLeft,
     WorkerLost,
+    WorkerSilent,
 )
 from shared.hashing import block_keys, root_key
 from shared.telemetry import Metrics
 from shared.types import BlockKey, CacheScheme, FinishReason, RouterId, WorkerId
 
 logger = logging.getLogger(__name__)
+
+MAX_REFUSALS = 8
+"""Times that a request may come to a worker too late; then the next takes it, whatever waits there before it."""
+_LENIENCE = 0.5
+"""Each of those times has cost a round trip, so that by this share more may be before it the next time."""
 
 
 class Router:
@@ -72,6 +79,9 @@ class Router:
         self._policy = policy
         self._max_attempts = max_attempts
         self._queue_timeout_s = queue_timeout_s
+        self.num_outpaced = 0
+        """Submits that workers did not take, since requests of others had come first."""
+        metrics.add_counter("kvroute_outpaced", "Submits that came to a worker too late.", lambda: self.num_outpaced)
         self.hints = Hints(clock)
         self.fleet = Fleet(
             directory,
@@ -149,9 +159,9 @@ class Router:
             if sent:
                 left = continued(request, sent)
                 keys = self._keys(left)
-                trace.num_continuations += 1
-            placement = await self._place(left, keys, frozenset(trace.failed_workers), trace.received_at_s)
+            placement = await self._place(left, keys, trace)
             trace.num_attempts += 1
+            trace.num_continuations += bool(sent)
             try:
                 async with aclosing(self._on_worker(left, placement, trace, is_continued=bool(sent))) as generated:
                     async for item in generated:
@@ -159,6 +169,13 @@ class Router:
                         finish = item.finish
                         yield item
                 self.fleet.note_finished(placement.booking)
+            except Outpaced:
+                # As if it had not been sent: the worker has told its load, so that it is weighed by that now.
+                self.queue.note_refused(placement)
+                trace.num_attempts -= 1
+                trace.num_continuations -= bool(sent)
+                trace.num_refusals += 1
+                self.num_outpaced += 1
             except (WorkerLost, EngineError, Overloaded) as error:
                 trace.failed_workers.append(placement.booking.worker)
                 self.metrics.note_failover("stream" if sent else "before_first_token")
@@ -203,13 +220,17 @@ class Router:
                 f"the request's deadline is {left_s:.3g} s away, and its prompt alone takes {least_s:.3g} s"
             )
 
-    async def _place(
-        self, request: GenerateRequest, keys: Sequence[BlockKey], failed: frozenset[WorkerId], received_at_s: float
-    ) -> Placement:
+    async def _place(self, request: GenerateRequest, keys: Sequence[BlockKey], trace: RequestTrace) -> Placement:
         """Wait for a worker, for as long as the request's deadline leaves."""
         try:
             async with asyncio.timeout_at(request.deadline_at_s):
-                return await self.queue.place(request, keys, failed, received_at_s)
+                return await self.queue.place(
+                    request,
+                    keys,
+                    frozenset(trace.failed_workers),
+                    trace.received_at_s,
+                    is_again=trace.num_attempts + trace.num_refusals > 0,
+                )
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while it waited for a worker") from None
 
@@ -217,6 +238,9 @@ class Router:
         """Hold an attempt's end against its worker, and tell whether it may speak against the request. Modifies."""
         if isinstance(error, Overloaded):
             self.fleet.rest(booking.worker, error.retry_after_s)
+        elif isinstance(error, WorkerSilent):
+            # Its next word ends this: there is nothing to probe.
+            return True
         elif not isinstance(error, WorkerLeft):
             self.fleet.note_failure(booking, error)
             return True
@@ -261,15 +285,17 @@ class Router:
         try:
             deltas = booking.client.submit(
                 request.request,
-                trace.num_attempts,
+                trace.num_attempts + trace.num_refusals,
                 request.token_ids,
                 request.sampling,
                 salt=request.salt,
                 adapter=request.adapter,
                 priority=request.worker_priority,
                 matched_tokens=placement.matched_tokens,
+                max_queued_tokens=_max_queued_tokens(placement, trace.num_refusals),
             )
             booking.submit = booking.client.last_submit
+            booking.movable = deltas
             deadline_at_s = request.deadline_at_s
             async with aclosing(deltas):
                 async for delta in deltas if deadline_at_s is None else UntilDeadline(deltas, deadline_at_s):
@@ -277,6 +303,8 @@ class Router:
                         trace.cached_tokens = delta.cached_tokens
                     if not booking.has_first_token:
                         self.fleet.note_first_token(booking)
+                        if reasons_against_continuing(request.sampling):
+                            booking.movable = None
                         self.hints.settle(placement.promise)
                     if trace.first_token_at_s is None and delta.token_ids:
                         trace.first_token_at_s = self._clock()
@@ -314,3 +342,11 @@ class Router:
         """All metrics as of now, as a Prometheus server reads them."""
         self.metrics.note_workers(self.fleet.state_to_count(), self.fleet.cache_unaware)
         return self.metrics.render()
+
+
+def _max_queued_tokens(placement: Placement, num_refusals: int) -> int | None:
+    """What may be before the request at the worker that it is bound to; `None` for whatever there is."""
+    max_queued_tokens = placement.ranking.max_queued_tokens
+    if max_queued_tokens is None or num_refusals >= MAX_REFUSALS:
+        return None
+    return round(max_queued_tokens * (1.0 + _LENIENCE * num_refusals))

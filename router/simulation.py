@@ -115,6 +115,8 @@ class FleetResult:
     """Time in steps, by worker."""
     num_requests: Sequence[int]
     """Requests that each worker was sent."""
+    num_refusals: int
+    """Submits that workers did not take, since other routers' requests had come first."""
     num_block_events: int
     """Keys that workers told to have stored or removed."""
     num_evictions: int
@@ -245,6 +247,7 @@ class _Simulation:
             makespan_s=makespan_s,
             busy_s=[worker.engine.busy_s for worker in workers],
             num_requests=[worker.host.num_submitted for worker in workers],
+            num_refusals=sum(worker.host.num_outpaced for worker in workers),
             num_block_events=sum(worker.publisher.num_block_events for worker in workers),
             num_evictions=sum(sum(worker.engine.pool.statistics().num_evicted) for worker in workers),
             num_preemptions=sum(worker.engine.num_preemptions for worker in workers),

@@ -15,6 +15,8 @@ KvrouteError
 |   +-- NoWorker                there is no worker
 |   +-- WorkerLost              the worker or the way to it died under the request
 |   |   +-- WorkerLeft          it ended on purpose, having been told to
+|   |   +-- WorkerSilent        it says nothing any more, though the connection stands
+|   +-- Outpaced                others' requests reached the worker first
 |   +-- EngineError             the engine failed on this request
 |   +-- StreamBroken            an answer broke off and cannot go on elsewhere
 |   +-- AttemptsExhausted       every worker that the request was tried on failed under it
@@ -124,6 +126,18 @@ class WorkerLeft(WorkerLost):
     """The worker ended on purpose, with the request under way: nothing speaks against the request."""
 
     code = "worker_left"
+
+
+class WorkerSilent(WorkerLost):
+    """The worker has told nothing for so long that the request goes elsewhere: it may be stuck, or come back."""
+
+    code = "worker_silent"
+
+
+class Outpaced(TransientError):
+    """The worker has more to prefill than the submit allowed: others came first. Speaks against nobody."""
+
+    code = "outpaced"
 
 
 class EngineError(TransientError):

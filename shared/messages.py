@@ -76,6 +76,8 @@ class Submit:
     """Lower goes first, as in vLLM."""
     matched_tokens: int = 0
     """What the router expects the cache to give; for load accounting only."""
+    max_queued_tokens: int | None = None
+    """Most prefill that may be before it: a worker that has more answers `Outpaced` at once. `None`: any."""
 
 
 @dataclass(frozen=True, slots=True)

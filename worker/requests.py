@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import count
 
 from shared.errors import ContextTooLong, EngineError, InvalidRequest, KvrouteError
-from shared.hashing import TOKEN_SIZE_BYTES, unpack_tokens
+from shared.hashing import unpack_tokens
 from shared.messages import Submit
 from shared.transport.faults import fault_of
 from shared.transport.session import RequestKey, Session
 from shared.types import FinishReason, RequestId
 from worker.engines.base import Engine, EngineDelta, EngineRequest
-from worker.prefill_backlog import PrefillBacklog
+from worker.prefill_backlog import PrefillBacklog, Prompt
 
 _logger = logging.getLogger(__name__)
 
@@ -70,16 +70,21 @@ class EngineRequests:
         await self._idle.wait()
 
     def start(self, session: Session, submit: Submit) -> None:
-        """Begin one request. Modifies. Raises `InvalidRequest` or `ContextTooLong` if it cannot be served."""
+        """Begin one request. Modifies.
+
+        Raises `InvalidRequest` or `ContextTooLong` if it cannot be served, `Outpaced` if too much is before it.
+        """
         key = (submit.request, submit.attempt)
         if key in self._live.get(session, ()):
             raise InvalidRequest(f"request {submit.request}, attempt {submit.attempt} is already under way")
         live = _Live(session, key, self._checked(submit))
-        num_uncached_tokens = max(0, len(submit.token_ids) // TOKEN_SIZE_BYTES - submit.matched_tokens)
+        prompt = Prompt(submit.token_ids, submit.salt, submit.adapter)
+        num_prefilled = self._engine.num_prefilled_tokens
+        num_shared_tokens = self._backlog.admit(prompt, submit.max_queued_tokens, num_prefilled)
         self._live.setdefault(session, {})[key] = live
         self.num_live += 1
         self.num_unended += 1
-        self._backlog.add(live, num_uncached_tokens, self._engine.num_prefilled_tokens)
+        self._backlog.add(live, prompt, max(submit.matched_tokens, num_shared_tokens), num_prefilled)
         self._idle.clear()
         live.task = asyncio.create_task(self._pump(live), name=f"kvroute-pump-{live.engine_request.request}")
         live.task.add_done_callback(lambda task: self._end(live, task))

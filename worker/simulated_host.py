@@ -13,15 +13,14 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from shared.errors import KvrouteError
-from shared.hashing import TOKEN_SIZE_BYTES
+from shared.errors import KvrouteError, Outpaced
 from shared.messages import Delta
 from shared.transport.base import OnChange
 from shared.types import FinishReason, Instance, RequestId, Sampling, WorkerId, WorkerStatus
 from worker.engines.base import EngineDelta, EngineInfo
 from worker.engines.simulated import Simulated
 from worker.engines.simulator import SimulatorEngine
-from worker.prefill_backlog import PrefillBacklog
+from worker.prefill_backlog import PrefillBacklog, Prompt
 
 
 class SimulatedHost:
@@ -47,6 +46,8 @@ class SimulatedHost:
         self.instance = instance
         self.lag_s = lag_s
         self.num_submitted = 0
+        self.num_outpaced = 0
+        """Submits that were refused since others came first; not among the submitted."""
         self._engine = engine
         self._engine_info = engine_info
         self._status_interval_s = status_interval_s
@@ -119,6 +120,14 @@ class SimulatedHost:
         """A submit has arrived."""
         client = stream.client
         client.num_arrived = stream.number
+        prompt = Prompt(token_ids, salt, adapter)
+        num_prefilled = self._engine.num_prefilled_tokens
+        try:
+            num_shared_tokens = self._backlog.admit(prompt, stream.max_queued_tokens, num_prefilled)
+        except Outpaced as error:
+            self.num_outpaced += 1
+            self._later(client, client.take_refusal, stream, error, self.status(), client.num_arrived)
+            return
         self.num_submitted += 1
         try:
             stream.sequence = self._engine.submit(
@@ -135,8 +144,7 @@ class SimulatedHost:
             self._later(client, stream.fail, error)
             return
         self._num_live += 1
-        num_uncached_tokens = max(0, len(token_ids) // TOKEN_SIZE_BYTES - stream.matched_tokens)
-        self._backlog.add(stream, num_uncached_tokens, self._engine.num_prefilled_tokens)
+        self._backlog.add(stream, prompt, max(stream.matched_tokens, num_shared_tokens), num_prefilled)
 
     def cancel(self, stream: SimulatedStream) -> None:
         """A cancel has arrived."""
@@ -193,6 +201,7 @@ class SimulatedStream:
         attempt: int,
         priority: int,
         matched_tokens: int,
+        max_queued_tokens: int | None,
     ) -> None:
         self.client = client
         self.number = number
@@ -200,6 +209,7 @@ class SimulatedStream:
         self.attempt = attempt
         self.priority = priority
         self.matched_tokens = matched_tokens
+        self.max_queued_tokens = max_queued_tokens
         self.num_told = 0
         self.sequence: Simulated | None = None
         self._deltas: deque[Delta] = deque()
@@ -249,6 +259,12 @@ class SimulatedStream:
                 self._waiter = None
         raise StopAsyncIteration
 
+    def give_up(self, error: KvrouteError) -> None:
+        if not self._is_over:
+            self.client.send(self.client.host.cancel, self)
+            self._deltas.clear()
+            self.fail(error)
+
     async def aclose(self) -> None:
         if not self._is_over:
             self._is_over = True
@@ -260,6 +276,7 @@ class SimulatedClient:
 
     is_connected = True
     is_lost = False
+    num_silences = 0
 
     def __init__(self, host: SimulatedHost, on_change: OnChange) -> None:
         self.host = host
@@ -301,9 +318,10 @@ class SimulatedClient:
         adapter: str = "",
         priority: int = 0,
         matched_tokens: int = 0,
+        max_queued_tokens: int | None = None,
     ) -> SimulatedStream:
         self.last_submit += 1
-        stream = SimulatedStream(self, self.last_submit, request, attempt, priority, matched_tokens)
+        stream = SimulatedStream(self, self.last_submit, request, attempt, priority, matched_tokens, max_queued_tokens)
         self.send(self.host.submit, stream, token_ids, sampling, salt, adapter)
         return stream
 
@@ -330,6 +348,11 @@ class SimulatedClient:
         self.acknowledged_submit = last_submit
         if is_change:
             self._on_change()
+
+    def take_refusal(self, stream: SimulatedStream, error: Outpaced, status: WorkerStatus, last_submit: int) -> None:
+        """The worker did not take a request; its load tells why."""
+        stream.fail(error)
+        self.take([], status, last_submit)
 
     async def close(self) -> None:
         self.host.detach(self)

@@ -157,6 +157,9 @@ class Costs:
     sent elsewhere. `None`: always."""
     lacks_blocks: Flags | None = None
     """(requests, workers): whether it waits only because the worker has too few free blocks. `None`: never."""
+    max_queued_s: Floats | None = None
+    """(requests, workers): the worker is to take the request only if there is no more than this to prefill before it,
+    for another router may have been faster; a refusal costs a round trip. `None`: whatever there is."""
     terms: Mapping[str, Floats] = field(default_factory=dict)
     """Parts of `total` by name, for people: (requests, workers), or (workers,) where equal for all requests."""
 
@@ -190,6 +193,7 @@ def rendezvous(hashes: Hashes, worker_hashes: Hashes) -> Hashes:
 
 
 _HEAVIEST = np.uint64(2**64 - 1)
+_ANY_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,14 +206,20 @@ class Ranking:
     total: Floats
     matched_tokens: Ints
     terms: Mapping[str, Floats]
+    max_queued_tokens: int | None = None
+    """Most that the chosen worker may have to prefill before the request. `None`: any."""
 
     @classmethod
     def of_row(cls, costs: Costs, loads: Loads, requests: Requests, row: int, best: int) -> Ranking:
         """The ranking of one request. One among several is copied, so that it does not keep the others alive."""
+        max_queued_tokens = None
+        if costs.max_queued_s is not None:
+            # More than any queue, and still a number that can be sent, where a worker has measured next to no time.
+            max_queued_tokens = int(min(costs.max_queued_s[row, best] / loads.prefill_s_per_token[best], _ANY_TOKENS))
         total, terms = costs.total[row], {n: term if term.ndim == 1 else term[row] for n, term in costs.terms.items()}
         if len(requests) > 1:
             total, terms = total.copy(), {name: term.copy() for name, term in terms.items()}
-        return cls(loads.workers, best, total, requests.matched_tokens[row].copy(), terms)
+        return cls(loads.workers, best, total, requests.matched_tokens[row].copy(), terms, max_queued_tokens)
 
     @property
     def order(self) -> list[WorkerId]:

@@ -66,7 +66,8 @@ class CostPolicy:
             terms["crowd_s"] = weights.crowd * _crowd_s(loads)
         if weights.slot and not has_free_slot.all():
             terms["slot_s"] = weights.slot * _slot_s(loads, fleet) / (1.0 + pressure)
-        is_ready = has_free_slot & self._runs_dry_soon(loads, fleet, requests.age_s[:, None])
+        bound_s = self._bound_s(loads, fleet, requests.age_s[:, None])
+        is_ready = has_free_slot & (queued_s < bound_s)
         # A worker that runs nothing takes anything: what it cannot hold it refuses by name; no wait would mend that.
         free_blocks = np.where(num_requests, loads.kv_total_blocks - loads.kv_used_blocks, _UNLIMITED)
         fits = requests.demand_blocks[:, None] <= free_blocks
@@ -76,18 +77,26 @@ class CostPolicy:
             tie_hashes=requests.next_hashes,
             can_send=can_send,
             lacks_blocks=is_ready ^ can_send,
+            max_queued_s=self._max_queued_s(loads, requests) if fleet.num_routers > 1 else None,
             terms={"own_s": own_s, **terms},
         )
 
     def is_ready(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Flags:
         """Whether a worker would have nothing to prefill before another word from it could reach this router."""
-        return loads.has_free_slot & self._runs_dry_soon(loads, fleet, age_s)
+        return loads.has_free_slot & (loads.queued_prefill_s < self._bound_s(loads, fleet, age_s))
 
-    def _runs_dry_soon(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Flags:
+    def _max_queued_s(self, loads: Loads, requests: Requests) -> Floats:
+        """What the worker may have to prefill when the request is there: a step, which it would not break off, or what
+        takes no longer than to ask elsewhere."""
+        worth_waiting_s = np.maximum(loads.step_budget_s, loads.round_trip_s)
+        return worth_waiting_s + self._weights.patience * requests.age_s[:, None]
+
+    def _bound_s(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Floats:
+        """A worker that has less than this to prefill would have nothing left before another request could come."""
         bound_s = loads.step_budget_s + loads.status_age_s + loads.round_trip_s
         if fleet.num_routers > 1:
             bound_s = bound_s + self._weights.patience * age_s
-        return loads.queued_prefill_s < bound_s
+        return bound_s
 
     def urgency(self, age_s: Floats, own_s: Floats, fleet: FleetState) -> Floats:
         """A response ratio with squared age: short or cached prompts first, nobody for ever."""

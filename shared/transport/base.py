@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from shared.errors import KvrouteError
 from shared.messages import Delta
 from shared.types import Instance, RequestId, Sampling, WorkerId, WorkerStatus
 
@@ -28,6 +29,8 @@ class Timings:
     """The same for a frame with a first token or an end in it."""
     status_interval_s: float = 0.1
     """Time between two statuses, with or without deltas. Also the sign of life of both sides."""
+    num_missed_statuses: int = 20
+    """So many statuses in a row that do not come are a silence: whatever else may be the matter, sending waits."""
     silence_s: float = 10.0
     """A connection that brings nothing for this long is cut: a lost machine closes no socket."""
     backoff_s: float = 0.01
@@ -35,6 +38,11 @@ class Timings:
     max_backoff_s: float = 0.5
     farewell_s: float = 1.0
     """Longest time that a closing side spends on its last words."""
+
+    @property
+    def pulse_s(self) -> float:
+        """How long a worker's statuses must stay away for one silence."""
+        return self.num_missed_statuses * self.status_interval_s
 
 
 class Channel(Protocol):
@@ -74,6 +82,10 @@ class DeltaStream(Protocol):
         """Cancel the request at the worker unless it has ended. Never waits."""
         ...
 
+    def give_up(self, error: KvrouteError) -> None:
+        """Cancel as `aclose` does, and have the reader get `error` next. A stream that has ended is left as it is."""
+        ...
+
 
 class WorkerClient(Protocol):
     """A router's end of the connection to one worker. Reconnects by itself within the resume window."""
@@ -102,6 +114,13 @@ class WorkerClient(Protocol):
     @property
     def status_age_s(self) -> float:
         """Seconds since that frame arrived; infinite before the first."""
+        ...
+
+    @property
+    def num_silences(self) -> int:
+        """How many times in a row the worker, though connected, has told no status for `Timings.pulse_s`: it may be
+        stuck.
+        """
         ...
 
     @property
@@ -137,14 +156,17 @@ class WorkerClient(Protocol):
         adapter: str = "",
         priority: int = 0,
         matched_tokens: int = 0,
+        max_queued_tokens: int | None = None,
     ) -> DeltaStream:
         """Submit one sequence, at once (the submit is numbered before this returns), and give its deltas.
 
         The iterator yields each token once and in order and ends after the delta with `finish`. It raises the error
         that the worker reports (`InvalidRequest`, `EngineError`, `Overloaded`), and `WorkerLost` when the worker or
-        the connection is gone for good. Closing it early, or cancelling the task that waits for it, cancels the request
-        at the worker. `request` and `attempt` together are new to this client, or `ValueError`. What no worker
-        could read, since it is too large or out of the protocol's range, is an `InvalidRequest` and takes no number.
+        the connection is gone for good. With `max_queued_tokens` a worker that has more uncached prompt tokens before
+        it than that, by whichever router, does not take the request: that is `Outpaced`, and `status` is as of then.
+        Closing it early, or cancelling the task that waits for it, cancels the request at the worker. `request` and
+        `attempt` together are new to this client, or `ValueError`. What no worker could read, since it is too large or
+        out of the protocol's range, is an `InvalidRequest` and takes no number.
         """
         ...
 
@@ -154,4 +176,5 @@ class WorkerClient(Protocol):
 
 
 OnChange = Callable[[], None]
-"""Called when something that routing depends on has changed: a status, a first token, a finish, a connection."""
+"""Called when something that routing depends on has changed: a status, a first token, a finish, a connection, and for
+each silence."""

@@ -15,6 +15,7 @@ from shared.messages import Ack, Cancel, Delta, Frame, Refused, Submit, decode, 
 from shared.transport.base import Channel, Connect, OnChange, Timings
 from shared.transport.channel import SilenceGuard, open_channel
 from shared.transport.handshake import SESSION_BYTES, greet_worker
+from shared.transport.pulse import Pulse
 from shared.transport.session import RequestKey
 from shared.transport.stream import Stream
 from shared.types import Instance, RequestId, RouterId, Sampling, WorkerId, WorkerInfo, WorkerStatus
@@ -73,6 +74,7 @@ class ChannelClient:
         self._task: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
         self._is_progressing = False
+        self._pulse: Pulse | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -81,6 +83,10 @@ class ChannelClient:
     @property
     def status_age_s(self) -> float:
         return asyncio.get_running_loop().time() - self._status_at_s
+
+    @property
+    def num_silences(self) -> int:
+        return 0 if self._pulse is None else self._pulse.num_silences
 
     @property
     def num_open(self) -> int:
@@ -112,12 +118,14 @@ class ChannelClient:
         adapter: str = "",
         priority: int = 0,
         matched_tokens: int = 0,
+        max_queued_tokens: int | None = None,
     ) -> Stream:
         key = (request, attempt)
         if key in self._streams:
             raise ValueError(f"request {request}, attempt {attempt} is already under way")
         number = self.last_submit + 1
-        raw = _encoded(Submit(number, request, attempt, token_ids, sampling, salt, adapter, priority, matched_tokens))
+        body = (token_ids, sampling, salt, adapter, priority, matched_tokens, max_queued_tokens)
+        raw = _encoded(Submit(number, request, attempt, *body))
         self.last_submit = number
         stream = Stream(key, number, self._leave)
         if self._task is None:
@@ -249,6 +257,7 @@ class ChannelClient:
         """Read and write until the channel breaks."""
         writer = asyncio.create_task(self._write(channel), name=f"kvroute-client-writer-{self.worker}")
         guard = SilenceGuard(channel, self._timings.silence_s)
+        self._pulse = Pulse(self._timings.pulse_s, self._on_change)
         try:
             while True:
                 message = decode(await channel.receive())
@@ -266,7 +275,8 @@ class ChannelClient:
             raise
         finally:
             guard.stop()
-            self._channel = None
+            self._pulse.stop()
+            self._channel = self._pulse = None
             channel.close()
             writer.cancel()
             self._on_change()
@@ -307,6 +317,8 @@ class ChannelClient:
         if frame.status is not None:
             self.status = frame.status
             self._status_at_s = asyncio.get_running_loop().time()
+            if self._pulse is not None:
+                self._pulse.heard()
             self.acknowledged_submit = frame.last_submit
             is_change = True
         if is_change:

@@ -38,9 +38,7 @@ class Stream:
 
     async def __anext__(self) -> Delta:
         while not self._deltas:
-            if self.is_left:
-                raise StopAsyncIteration
-            if self.is_ended:
+            if self.is_left or self.is_ended:
                 error, self._error = self._error, None
                 if error is not None:
                     raise error
@@ -62,6 +60,7 @@ class Stream:
 
     def leave(self) -> None:
         """Nobody reads any more: forget what is here and cancel the request unless it has ended."""
+        self._error = None
         if self.is_left:
             return
         self.is_left = True
@@ -69,6 +68,11 @@ class Stream:
         self._wake()
         if not self.is_ended:
             self._on_leave(self)
+
+    def give_up(self, error: KvrouteError) -> None:
+        if not self.is_left and not self.is_ended:
+            self.leave()
+            self._error = error
 
     def take(self, delta: Delta) -> bool:
         """Add a delta; whether it is the first or the last one. A repeat is dropped, a hole is a `ProtocolError`."""
@@ -81,7 +85,8 @@ class Stream:
         if delta.finish is not None or delta.fault is not None:
             self.is_ended = is_change = True
         if delta.fault is not None:
-            self._error = error_of(delta.fault)
+            if not self.is_left:
+                self._error = error_of(delta.fault)
             delta = dataclasses.replace(delta, fault=None)
         if not self.is_left and (delta.token_ids or delta.finish is not None or delta.cached_tokens is not None):
             self._deltas.append(delta)
@@ -91,7 +96,8 @@ class Stream:
     def fail(self, error: KvrouteError) -> None:
         """End the stream with `error`, after what has arrived."""
         self.is_ended = True
-        self._error = error
+        if not self.is_left:
+            self._error = error
         self._wake()
 
     def _wake(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,31 @@ def test_explanation_names_every_worker_the_best_one_first(policy: Policy) -> No
 
 def test_only_cost_binds_late_and_one_rule_that_is_told_to() -> None:
     assert [name for name in NAMES if make_policy(name).is_late_binding] == ["cost", "dynamo:queue_threshold=1"]
+
+
+@pytest.mark.parametrize("num_routers", [1, 4])
+def test_only_cost_says_what_may_be_before_a_request_and_only_among_several_routers(
+    policy: Policy, num_routers: int
+) -> None:
+    draws = random.Random(9)
+    fleet = replace(FLEET, num_routers=num_routers)
+    for _ in range(20):
+        loads = loads_of(*({**random_load(draws), "round_trip_s": draws.uniform(0, 0.2)} for _ in range(5)))
+        request = random_requests(draws, 1, len(loads))
+        costs = policy.costs(request, loads, fleet, random.Random(1))
+        told = [Ranking.of_row(costs, loads, request, 0, column).max_queued_tokens for column in range(len(loads))]
+        if policy.name != "cost" or num_routers == 1:
+            assert told == [None] * len(loads)
+            continue
+        # A step of the worker or a round trip, whichever is longer, and more the longer the request has waited.
+        max_queued_s = np.maximum(loads.step_budget_s, loads.round_trip_s) + CostWeights().patience * request.age_s[0]
+        assert told == [int(tokens) for tokens in max_queued_s / loads.prefill_s_per_token]
+
+
+def test_what_may_be_before_a_request_is_a_number_that_can_be_sent_whatever_a_worker_has_measured() -> None:
+    loads = loads_of({"prefill_s_per_token": 1e-300, "step_s": 1.0})
+    costs = CostPolicy().costs(request_of([0]), loads, replace(FLEET, num_routers=2), random.Random(1))
+    assert Ranking.of_row(costs, loads, request_of([0]), 0, 0).max_queued_tokens == 1 << 40
 
 
 def test_names_are_those_that_help_and_readme_tell() -> None:

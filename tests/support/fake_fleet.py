@@ -43,6 +43,7 @@ def result(*outcomes: Outcome, busy_s: tuple[float, ...] = (1.0,), makespan_s: f
         makespan_s=makespan_s,
         busy_s=busy_s,
         num_requests=[len(outcomes)] * len(busy_s),
+        num_refusals=0,
         num_block_events=0,
         num_evictions=7,
         num_preemptions=2,

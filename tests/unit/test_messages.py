@@ -52,6 +52,7 @@ SUBMIT = Submit(
     salt="t",
     priority=-1,
     matched_tokens=64,
+    max_queued_tokens=512,
 )
 STATUS = WorkerStatus(1, 2, 3, 4, 5, 0.5, 0.25, 0.125, 6, is_draining=True, num_resident_blocks=7, is_cache_aware=False)
 FRAME = Frame(
@@ -101,8 +102,8 @@ def with_field(message: object, index: int, value: object) -> bytes:
 
 def test_golden_submit() -> None:
     assert encode(SUBMIT).hex() == (
-        "9a0407a2723101c40c01000000020000002c0100009c10cb0000000000000000cb3ff000000000000000cb0000000000000000"
-        "05cb0000000000000000cb0000000000000000cb3ff000000000000000c29102a174a0ff40"
+        "9b0407a2723101c40c01000000020000002c0100009c10cb0000000000000000cb3ff000000000000000cb0000000000000000"
+        "05cb0000000000000000cb0000000000000000cb3ff000000000000000c29102a174a0ff40cd0200"
     )
 
 

@@ -19,11 +19,13 @@ PROFILE = LatencyProfile(
 SPEC = FleetSpec(num_workers=4, profile=PROFILE, num_routers=2, lag_s=0.003)
 
 
-def arrivals(num_requests: int, rate_per_s: float, seed: int = 0, factor: float = 1.0) -> Iterator[Arrival]:
+def arrivals(
+    num_requests: int, rate_per_s: float, seed: int = 0, factor: float = 1.0, begins_at_s: float = 0.0
+) -> Iterator[Arrival]:
     """Prompts with one of eight beginnings. `factor` stretches time, and nothing else."""
     rng = random.Random(seed)
     beginnings = [[rng.randrange(30_000) for _ in range(768)] for _ in range(8)]
-    at_s = 0.0
+    at_s = begins_at_s
     for _ in range(num_requests):
         at_s += rng.expovariate(rate_per_s)
         tail = [rng.randrange(30_000) for _ in range(rng.randrange(16, 400))]
@@ -68,10 +70,14 @@ def decisions(result: FleetResult) -> list[str | None]:
     return [outcome.worker for outcome in result.outcomes]
 
 
+@pytest.mark.parametrize("num_routers", [1, 4])
 @pytest.mark.parametrize("factor", [0.125, 8.0])
-def test_a_fleet_and_its_traffic_slowed_down_alike_decide_alike(factor: float):
+def test_a_fleet_and_its_traffic_slowed_down_alike_decide_alike(factor: float, num_routers: int):
     # By powers of two, so that rounding is the same too.
-    spec = replace(SPEC, num_routers=1, status_interval_s=0.125, publish_interval_s=0.0078125, lag_s=0.00390625)
+    # By the first arrival all routers have heard of each other, which takes the time it takes.
+    spec = replace(
+        SPEC, num_routers=num_routers, status_interval_s=0.125, publish_interval_s=0.0078125, lag_s=0.00390625
+    )
     scaled = replace(
         spec,
         profile=PROFILE.scaled(factor),
@@ -79,9 +85,11 @@ def test_a_fleet_and_its_traffic_slowed_down_alike_decide_alike(factor: float):
         publish_interval_s=spec.publish_interval_s * factor,
         lag_s=spec.lag_s * factor,
     )
-    base = simulate(spec, make_policy("cost"), arrivals(200, 60.0))
-    slowed = simulate(scaled, make_policy("cost"), arrivals(200, 60.0, factor=factor))
+    base = simulate(spec, make_policy("cost"), arrivals(200, 60.0, begins_at_s=16.0))
+    slowed = simulate(scaled, make_policy("cost"), arrivals(200, 60.0, factor=factor, begins_at_s=16.0))
     assert decisions(slowed) == decisions(base)
+    assert slowed.num_refusals == base.num_refusals
+    assert (base.num_refusals > 0) == (num_routers > 1)
 
 
 def test_a_prompt_that_no_worker_can_hold_is_an_outcome_and_no_end():

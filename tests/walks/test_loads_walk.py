@@ -27,6 +27,7 @@ class _Client:
         self.worker, self.instance = info.worker, info.instance
         self.status: WorkerStatus | None = None
         self.is_connected, self.is_lost = True, False
+        self.num_silences = 0
         self.acknowledged_submit = self.last_submit = 0
         self.round_trip_s = 0.0
         self.status_at_s = 0.0

@@ -1,0 +1,56 @@
+"""Several routers of one fleet: what they would all like to do at once, and what one that comes late knows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from router.policies import make_policy
+from router.simulation import Arrival, FleetResult, FleetSpec, simulate
+from shared.hashing import pack_tokens
+from shared.vtime import run_virtual
+from tests.support.rack import ask, mirrored_rack, prompt
+
+PROMPT_TOKENS = 8192
+BURST = 32
+BURST_AT_S = 3.0
+"""By then every router has heard of the others."""
+
+
+def burst(num_routers: int, lag_s: float) -> FleetResult:
+    """Equal prompts that nobody holds, dealt to the routers all at once."""
+    rng = random.Random(1)
+    token_ids = pack_tokens([rng.randrange(30_000) for _ in range(PROMPT_TOKENS)])
+    spec = FleetSpec(num_workers=16, profile="13b-a100", num_routers=num_routers, num_blocks=860, lag_s=lag_s)
+    return simulate(spec, make_policy("cost"), [Arrival(BURST_AT_S, token_ids, 100)] * BURST)
+
+
+def computing(result: FleetResult) -> set[str | None]:
+    """Workers that computed the prompt rather than take it from their cache."""
+    return {outcome.worker for outcome in result.outcomes if outcome.cached_tokens < PROMPT_TOKENS // 2}
+
+
+@pytest.mark.parametrize("lag_s", [0.0, 0.005, 0.1])
+def test_a_cold_burst_of_one_prompt_over_four_routers_is_computed_where_one_router_would_have_it(lag_s: float) -> None:
+    one, four = burst(1, lag_s), burst(4, lag_s)
+    assert {outcome.error for outcome in four.outcomes} == {None}
+    # All agree on who is to compute it; a second one only helps out where that takes longer than to compute it again.
+    assert 1 <= len(computing(four)) <= len(computing(one)) <= 2
+    assert four.outcomes[0].worker in computing(four)
+
+
+def test_a_router_that_starts_late_is_right_from_its_first_request() -> None:
+    async def scenario() -> None:
+        async with mirrored_rack(4, token_s=0.01, prefill_s_per_token=0.0002) as workers, workers.router() as early:
+            holders = [(await ask(early, f"warm{number}", prompt(number, 320, 0)))[1].worker for number in range(8)]
+            await workers.settle()
+            async with workers.router() as late:
+                assert late.fleet.num_routers == 2
+                assert set(late.fleet.loads().workers) == set(workers.worker_to_slot)
+                for number, holder in enumerate(holders):
+                    _, trace = await ask(late, f"again{number}", prompt(number, 320, 1))
+                    assert (trace.worker, trace.matched_tokens, trace.cached_tokens) == (holder, 320, 320)
+                    assert (trace.num_attempts, trace.num_refusals) == (1, 0)
+
+    run_virtual(scenario())
