@@ -69,6 +69,8 @@ class Fleet:
         self._refresh_s = refresh_s
         self._members: dict[WorkerId, Membership] = {}
         self._worker_to_instance: Mapping[WorkerId, Instance] | None = None
+        self._max_model_len_tokens = 0
+        """Of the members of `_worker_to_instance`."""
         self._table = LoadTable()
         self._is_roll_due = True
         """Whether who may be sent to has changed since the last roll call."""
@@ -90,12 +92,14 @@ class Fleet:
         """Every member and the life of it that this router is connected to. The same object until that changes."""
         if self._worker_to_instance is None:
             self._worker_to_instance = {worker: member.client.instance for worker, member in self._members.items()}
+            lengths = (member.record.info.max_model_len_tokens for member in self._members.values())
+            self._max_model_len_tokens = max(lengths, default=0)
         return self._worker_to_instance
 
     @property
     def max_model_len_tokens(self) -> int | None:
         """The longest context among the members; `None` while there is none."""
-        return max((member.record.info.max_model_len_tokens for member in self._members.values()), default=None)
+        return self._max_model_len_tokens if self.worker_to_instance else None
 
     @property
     def num_routers(self) -> int:

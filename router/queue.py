@@ -109,7 +109,8 @@ class HoldQueue:
     ) -> Placement:
         """Wait until the request is bound and booked; `is_again` if it was before. Cancelling leaves nothing behind.
 
-        Who had a worker before (`is_again`; whoever has `excluded` any) is not refused a place and gives none up.
+        Who was bound before, and met a worker that failed or that others reached first, is not refused a place and
+        gives none up.
 
         Raises `QueueFull` when the queue is full or a more urgent request got its place, `Overloaded` when all workers
         were busy for the whole timeout, `NoWorker` when there is none at its end, `ContextTooLong` for a prompt that no
@@ -136,7 +137,7 @@ class HoldQueue:
             excluded=excluded,
             placed=asyncio.get_running_loop().create_future(),
             expected_output_tokens=expected_output_tokens,
-            may_give_way=not excluded and not is_again,
+            may_give_way=not is_again,
         )
         self._enter(held)
         self._num_taken += 1

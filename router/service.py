@@ -172,6 +172,7 @@ class Router:
                 self.fleet.note_finished(placement.booking)
             except Outpaced:
                 # As if it had not been sent: the worker has told its load, so that it is weighed by that now.
+                self.queue.note_refused(placement)
                 trace.num_attempts -= 1
                 trace.num_continuations -= bool(sent)
                 trace.num_refusals += 1

@@ -6,7 +6,6 @@ Knows nothing of workers, nor what makes a request urgent: that is the policy's 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +39,7 @@ class Lane:
     weight: float
     held: dict[Held, None] = field(default_factory=dict)
     """In order of arrival."""
-    priority_to_count: Counter[int] = field(default_factory=Counter)
+    priority_to_count: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -83,6 +82,8 @@ class Shares:
         self._key_to_lane: dict[tuple[ServiceClass, str], Lane] = {}
         self._accounts = {service_class: _Account() for service_class in CLASSES}
         self._free_numbers: list[int] = []
+        self._num_kinds = 0
+        """Of lanes and priorities together, those that requests wait in."""
         self._owed = 0.0
         """Tokens that those may have who would have to wait for others, as far as they have not had them."""
         self._has_passed_over = False
@@ -99,9 +100,7 @@ class Shares:
     @property
     def is_even(self) -> bool:
         """Whether all who wait are of one lane and one priority, so that urgency alone decides."""
-        if sum(account.num_waiting for account in self._accounts.values()) > 1:
-            return False
-        return all(len(lane.priority_to_count) <= 1 for lane in self._key_to_lane.values())
+        return self._num_kinds <= 1
 
     def lanes(self, service_class: ServiceClass) -> list[Lane]:
         """Those that hold requests."""
@@ -127,8 +126,11 @@ class Shares:
             account.num_waiting += 1
             account.waiting_weight += lane.weight
         lane.held[held] = None
-        lane.priority_to_count[request.priority] += 1
-        self._first_priorities[lane.number] = min(lane.priority_to_count)
+        count = lane.priority_to_count.get(request.priority, 0)
+        lane.priority_to_count[request.priority] = count + 1
+        if not count:
+            self._num_kinds += 1
+            self._first_priorities[lane.number] = min(lane.priority_to_count)
         held.lane = lane.number
 
     def leave(self, held: Held) -> None:
@@ -141,8 +143,10 @@ class Shares:
         lane.priority_to_count[request.priority] -= 1
         if not lane.priority_to_count[request.priority]:
             del lane.priority_to_count[request.priority]
+            self._num_kinds -= 1
+            if lane.held:
+                self._first_priorities[lane.number] = min(lane.priority_to_count)
         if lane.held:
-            self._first_priorities[lane.number] = min(lane.priority_to_count)
             return
         account = self._accounts[request.service_class]
         account.num_waiting -= 1

@@ -36,7 +36,9 @@ def _lanes(shares: Shares) -> int:
 
 
 def _bookings(claims: Claims) -> int:
-    return len(claims) + claims.num_unseen + abs(claims.unseen_tokens) + abs(claims.unseen_blocks)
+    """With all sums that are kept of them."""
+    sums = [value for value in vars(claims).values() if isinstance(value, int)]
+    return len(claims) + claims.num_unseen + sum(map(abs, sums))
 
 
 def _promises(hints: Hints) -> int:

@@ -16,7 +16,7 @@ from router.queue import Placement
 from router.requests import GenerateRequest, ServiceClass
 from shared.errors import Overloaded, QueueFull
 from shared.hashing import pack_tokens
-from shared.types import RequestId, Sampling, WorkerId
+from shared.types import RequestId, Sampling
 
 BATCH = ServiceClass.BATCH
 BUSY = replace(STATUS, num_running=256)
@@ -30,12 +30,10 @@ class Door:
     rig: Rig
     name_to_task: dict[str, asyncio.Task[Placement]] = field(default_factory=dict)
 
-    async def come(
-        self, *names: str, is_again: bool = False, excluded: frozenset[WorkerId] = frozenset(), **fields: object
-    ) -> None:
+    async def come(self, *names: str, is_again: bool = False, **fields: object) -> None:
         for name in names:
             request = GenerateRequest(RequestId(name), pack_tokens(range(50)), Sampling(max_tokens=8), **fields)
-            placing = self.rig.queue.place(request, [], excluded, self.rig.now_s[0], is_again=is_again)
+            placing = self.rig.queue.place(request, [], frozenset(), self.rig.now_s[0], is_again=is_again)
             self.name_to_task[name] = asyncio.create_task(placing)
         await settle()
 
@@ -143,7 +141,7 @@ async def test_shares_of_the_queue_go_by_weight() -> None:
 async def test_who_had_a_worker_before_is_neither_refused_nor_gives_way() -> None:
     async with door(1) as queue:
         await queue.come("b1", service_class=BATCH, is_again=True)
-        await queue.come("b2", service_class=BATCH, excluded=frozenset({WorkerId("w9")}))
+        await queue.come("b2", service_class=BATCH, is_again=True)
         assert queue.held == "b1 b2"
         await queue.come("i1")
         assert queue.held == "b1 b2"

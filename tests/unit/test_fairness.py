@@ -45,10 +45,11 @@ def test_flood_of_one_tenant_does_not_hold_up_another(num_routers: int) -> None:
     alone = ttfts_s(spec, "cost", requests("small", 12, 0.5, seed=1))["small"]
     shared = ttfts_s(spec, "cost", requests("flood", 300, 0.0, seed=2), requests("small", 12, 0.5, seed=1))
     unnamed = ttfts_s(spec, "cost", requests("small", 300, 0.0, seed=2), requests("small", 12, 0.5, seed=1))["small"]
-    # One prefill that has begun at each worker, and whoever else's turn it is there.
-    assert mean(shared["small"]) < (2.5 if num_routers == 1 else 5.0) * mean(alone)
+    # One prefill that has begun at each worker, and whoever else's turn it is there; of several routers, those of the
+    # other routers as well.
+    assert mean(shared["small"]) < (2.5 if num_routers == 1 else 10.0) * mean(alone)
     # What its tenant's name spares it.
-    assert mean(shared["small"]) < 0.15 * mean(unnamed)
+    assert mean(shared["small"]) < (0.15 if num_routers == 1 else 0.3) * mean(unnamed)
     assert mean(shared["flood"]) < 1.1 * mean(unnamed)
 
 
