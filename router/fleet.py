@@ -248,6 +248,11 @@ class Fleet:
 
     def note_failure(self, booking: Booking, error: Exception) -> None:
         """Count a broken connection or a failure of the engine against the worker. Modifies."""
+        member = self._members.get(booking.worker)
+        if isinstance(error, WorkerLost) and member is not None and member.claims is booking.claims:
+            # Told over a connection that stands: the worker's own last word.
+            member.is_ending |= member.client.is_connected
+            self._is_roll_due = True
         num_failures = self._suspicion.note_failure(booking.instance)
         if num_failures:
             logger.warning(

@@ -24,6 +24,8 @@ class Membership:
     last_booking: int = 0
     """The number of the last send that went to it, of all sends of this router."""
     probe: asyncio.Task[None] | None = None
+    is_ending: bool = False
+    """Whether it has said that it dies; its connection may stand for a moment yet."""
     is_silent: bool = False
     """Whether its silence has been told of, and no word of it since."""
     state: str = "away"
@@ -34,7 +36,7 @@ class Membership:
     def state_at(self, now_s: float, *, is_suspected: bool) -> str:
         """One of `STATES`; the first of several reasons not to send to it. Does not modify."""
         status = self.client.status
-        if not self.client.is_connected:
+        if self.is_ending or not self.client.is_connected:
             return "away"
         if self.record.is_draining or (status is not None and status.is_draining):
             return "draining"
