@@ -397,7 +397,7 @@ def plain_cost(
     pressure = (sum(queued_s) / num_workers + fleet.backlog_s / num_workers) / fleet.mean_full_s
     own_tokens = max(1, requests.num_prompt_tokens[row] - requests.matched_tokens[row, column])
     total = queued_s[column] / (1 + pressure)
-    total += own_tokens * w["prefill_s_per_token"]
+    total += weights.own_prefill * own_tokens * w["prefill_s_per_token"]
     fullness = max(w["kv_used_blocks"] / w["kv_total_blocks"], w["num_requests"] / w["max_num_seqs"])
     total += weights.fullness * fleet.mean_full_s * fullness
     total += weights.decode * w["decode_s_per_seq"] * w["num_requests"]
