@@ -12,6 +12,7 @@ from functools import partial
 
 from router.bookings import Booking, Claims
 from router.loads import Fixed, LoadTable, column_of
+from router.members import Member
 from router.policies.base import Loads
 from router.suspicion import Suspicion
 from shared.directory.base import Directory, RouterPlace, WorkerRecord
@@ -134,6 +135,22 @@ class Fleet:
         now = self._clock()
         states = Counter(self._state(member, now) for member in self._members.values())
         return {state: states[state] for state in ("ready", "away", "draining", "resting", "suspected")}
+
+    def members(self) -> list[Member]:
+        """Every worker, by id, for whoever watches. Does not modify."""
+        return [
+            Member(
+                info=member.record.info,
+                state=self._state(member, self._clock()),
+                status=member.client.status,
+                status_age_s=member.client.status_age_s,
+                round_trip_s=member.client.round_trip_s,
+                is_cache_aware=member.is_cache_aware,
+                is_home=worker in self._homes,
+                num_bookings=len(member.claims),
+            )
+            for worker, member in sorted(self._members.items())
+        ]
 
     def _state(self, member: _Member, now_s: float) -> str:
         status = member.client.status

@@ -52,6 +52,9 @@ class Placement:
     promise: Promise
     matched_tokens: int
     ranking: Ranking
+    matched_at_s: float
+    weighed_at_s: float
+    """When the directory had first answered, and when the deciding began that led to this."""
 
 
 class HoldQueue:
@@ -96,6 +99,7 @@ class HoldQueue:
         self._num_sent = 0
         self._num_finished = 0
         self._num_passes = 0
+        self._weighed_at_s = 0.0
         self._mean_full_tokens = 0.0
         self._mean_own_tokens = 0.0
         self._mean_output_tokens = float(_NOMINAL_OUTPUT_TOKENS)
@@ -158,6 +162,7 @@ class HoldQueue:
         try:
             if self._policy.is_cache_aware:
                 held.worker_to_match = await self._match(keys)
+            held.matched_at_s = self._clock()
             self._arrive(held)
             if not held.placed.done():
                 async with asyncio.timeout(self._timeout_s):
@@ -207,6 +212,7 @@ class HoldQueue:
 
     def _decide(self, newcomer: Held | None = None) -> None:
         """Bind whoever can be bound now, most urgent first; with a newcomer only that one: nothing else is new."""
+        self._weighed_at_s = self._clock()
         try:
             self._hints.expire()
             loads = self._fleet.loads()
@@ -331,7 +337,10 @@ class HoldQueue:
         )
         self._table.settle(held)
         self._note_sent(num_prompt_tokens, num_prompt_tokens - matched_tokens)
-        held.placed.set_result(Placement(booking, self._hints.promise(worker, held.keys), matched_tokens, ranking))
+        promise = self._hints.promise(worker, held.keys)
+        held.placed.set_result(
+            Placement(booking, promise, matched_tokens, ranking, held.matched_at_s, self._weighed_at_s)
+        )
 
     def _fail_all(self, error: KvrouteError) -> None:
         for held in list(self._table):

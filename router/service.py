@@ -16,15 +16,19 @@ from router.continuation import continued, finish_at_border, reasons_against_con
 from router.deadline import UntilDeadline, least_prefill_s
 from router.fleet import Connect, Fleet
 from router.hints import Hints
+from router.metrics import expose_router
 from router.policies.base import Policy
 from router.queue import HoldQueue, Placement
-from router.requests import Generated, GenerateRequest, RequestTrace
+from router.requests import Attempt, Generated, GenerateRequest, RequestTrace
+from router.tracing import Tracing
+from router.watch import Watch
 from shared.directory.base import Directory, Match
 from shared.errors import (
     AttemptsExhausted,
     DeadlineExceeded,
     DirectoryUnavailable,
     EngineError,
+    KvrouteError,
     Overloaded,
     StreamBroken,
     WorkerLeft,
@@ -57,6 +61,7 @@ class Router:
         min_prefix_tokens: int = 0,
         only: Container[WorkerId] | None = None,
         refresh_s: float = 1.0,
+        tracing: Tracing | None = None,
     ) -> None:
         clock = asyncio.get_running_loop().time
         self.router = router
@@ -64,8 +69,10 @@ class Router:
         self._clock = clock
         self.directory = directory
         directory.expose(metrics)
-        self._scheme = scheme
-        self._policy = policy
+        self.scheme = scheme
+        self.policy = policy
+        self.watch = Watch(metrics, policy.name, clock, block_size_tokens=scheme.block_size_tokens)
+        self._tracing = tracing
         self._max_attempts = max_attempts
         self._queue_timeout_s = queue_timeout_s
         self.hints = Hints(clock)
@@ -92,6 +99,7 @@ class Router:
             rng=rng,
             clock=clock,
         )
+        expose_router(self.fleet, self.queue, self.hints, self.watch, metrics)
 
     async def __aenter__(self) -> Router:
         try:
@@ -118,17 +126,26 @@ class Router:
         """
         trace.received_at_s = self._clock()
         outcome = "failed"
+        if self._tracing is not None:
+            request = self._tracing.begin(request, trace)
         try:
             async with aclosing(self._attempts(request, trace)) as generated:
                 async for item in generated:
+                    self.watch.note_tokens(request, trace, len(item.token_ids))
                     yield item
             outcome = "ok"
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
             raise
+        except KvrouteError as error:
+            trace.error = error.code
+            self.metrics.note_failure(error.code)
+            raise
         finally:
             trace.finished_at_s = self._clock()
-            self.metrics.note_request(self._policy.name, outcome, request.num_prompt_tokens, trace)
+            self.watch.note_end(trace, outcome)
+            if self._tracing is not None:
+                self._tracing.end(request, trace, outcome)
 
     async def _attempts(self, request: GenerateRequest, trace: RequestTrace) -> AsyncGenerator[Generated, None]:
         """One worker after the other, each from where the one before broke off, until the answer is whole."""
@@ -142,8 +159,10 @@ class Router:
                 left = continued(request, sent)
                 keys = self._keys(left)
                 trace.num_continuations += 1
+            asked_at_s = self._clock()
             placement = await self._place(left, keys, frozenset(trace.failed_workers), trace.received_at_s)
             trace.num_attempts += 1
+            self._note_attempt(left, placement, trace, asked_at_s)
             try:
                 async with aclosing(self._on_worker(left, placement, trace, is_continued=bool(sent))) as generated:
                     async for item in generated:
@@ -152,6 +171,7 @@ class Router:
                         yield item
                 self.fleet.note_finished(placement.booking)
             except (WorkerLost, EngineError, Overloaded) as error:
+                trace.attempts[-1].error = error.code
                 trace.failed_workers.append(placement.booking.worker)
                 self.metrics.note_failover("stream" if sent else "before_first_token")
                 if self._is_failure(placement.booking, error):
@@ -165,8 +185,8 @@ class Router:
         self.queue.note_finished(len(sent))
 
     def _keys(self, request: GenerateRequest) -> Sequence[BlockKey]:
-        root = root_key(self._scheme, salt=request.salt, adapter=request.adapter)
-        return block_keys(request.token_ids, self._scheme.block_size_tokens, root)
+        root = root_key(self.scheme, salt=request.salt, adapter=request.adapter)
+        return block_keys(request.token_ids, self.scheme.block_size_tokens, root)
 
     async def _check_deadline(self, request: GenerateRequest, keys: Sequence[BlockKey]) -> None:
         """Raises `DeadlineExceeded` for a request that nobody could answer in time."""
@@ -185,7 +205,7 @@ class Router:
             )
             for worker in loads.workers
         ]
-        block_size_tokens = self._scheme.block_size_tokens
+        block_size_tokens = self.scheme.block_size_tokens
         uncached_tokens = [
             request.num_prompt_tokens - num_blocks * block_size_tokens for num_blocks in num_cached_blocks
         ]
@@ -237,6 +257,15 @@ class Router:
             raise error
         logger.info("request %s: %s failed (%s), trying elsewhere", request.request, trace.worker, error)
 
+    def _note_attempt(
+        self, request: GenerateRequest, placement: Placement, trace: RequestTrace, asked_at_s: float
+    ) -> None:
+        """Tell whoever watches of a decision, before its worker is sent anything. Modifies."""
+        trace.attempts.append(
+            Attempt(placement.booking.worker, asked_at_s, placement.matched_at_s, placement.weighed_at_s, self._clock())
+        )
+        self.watch.note_decision(request, placement.promise.keys, placement.ranking, trace)
+
     async def _on_worker(
         self, request: GenerateRequest, placement: Placement, trace: RequestTrace, *, is_continued: bool
     ) -> AsyncGenerator[Generated, None]:
@@ -260,6 +289,7 @@ class Router:
                 adapter=request.adapter,
                 priority=request.priority,
                 matched_tokens=placement.matched_tokens,
+                traceparent=request.traceparent,
             )
             booking.submit = booking.client.last_submit
             deadline_at_s = request.deadline_at_s
@@ -268,6 +298,7 @@ class Router:
                     if delta.cached_tokens is not None and not is_continued:
                         trace.cached_tokens = delta.cached_tokens
                     if not booking.has_first_token:
+                        trace.attempts[-1].first_token_at_s = self._clock()
                         self.fleet.note_first_token(booking)
                         self.hints.settle(placement.promise)
                     if trace.first_token_at_s is None and delta.token_ids:
@@ -281,6 +312,7 @@ class Router:
             if not is_whole:
                 raise EngineError("the engine gave the request up")
         finally:
+            trace.attempts[-1].ended_at_s = self._clock()
             if not booking.has_first_token:
                 self.hints.withdraw(placement.promise)
             self.fleet.release(booking)
@@ -304,5 +336,4 @@ class Router:
 
     def render_metrics(self) -> bytes:
         """All metrics as of now, as a Prometheus server reads them."""
-        self.metrics.note_workers(self.fleet.state_to_count(), self.fleet.cache_unaware)
         return self.metrics.render()

@@ -76,6 +76,8 @@ class Submit:
     """Lower goes first, as in vLLM."""
     matched_tokens: int = 0
     """What the router expects the cache to give; for load accounting only."""
+    traceparent: str = ""
+    """The router's span, as W3C Trace Context has it; empty where nobody records any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,7 @@ class WorkerClient(Protocol):
         adapter: str = "",
         priority: int = 0,
         matched_tokens: int = 0,
+        traceparent: str = "",
     ) -> DeltaStream:
         """Submit one sequence, at once (the submit is numbered before this returns), and give its deltas.
 

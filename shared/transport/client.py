@@ -112,12 +112,16 @@ class ChannelClient:
         adapter: str = "",
         priority: int = 0,
         matched_tokens: int = 0,
+        traceparent: str = "",
     ) -> Stream:
         key = (request, attempt)
         if key in self._streams:
             raise ValueError(f"request {request}, attempt {attempt} is already under way")
         number = self.last_submit + 1
-        raw = _encoded(Submit(number, request, attempt, token_ids, sampling, salt, adapter, priority, matched_tokens))
+        submit = Submit(
+            number, request, attempt, token_ids, sampling, salt, adapter, priority, matched_tokens, traceparent
+        )
+        raw = _encoded(submit)
         self.last_submit = number
         stream = Stream(key, number, self._leave)
         if self._task is None:
