@@ -60,6 +60,11 @@ class Group:
         return len(self.chain) // KEY_SIZE_BYTES
 
     @property
+    def traffic_per_min(self) -> float:
+        """About as many requests each minute would give this traffic in the long run, between two halvings."""
+        return self.traffic / 1.5 * 60.0 / _HALF_LIFE_S
+
+    @property
     def name(self) -> str:
         """Short, and tells nothing of the text."""
         return self.chain[-KEY_SIZE_BYTES:][:4].hex()
