@@ -7,24 +7,24 @@ they come. What is finished is known by the output file alone.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, TextIO, cast
 
+from router.answers import Answer, Generate, answers_to, usage_of
 from router.batch_file import Journal, Row, check_input, error_record, read_rows, result_record
 from router.batch_report import BatchReport, Tally
-from router.openai import Endpoint, ParsedRequest, Usage, completion_body, parse_request
+from router.openai import Endpoint, Usage, completion_body, parse_request
 from router.progress import Progress
-from router.requests import Generated, GenerateRequest, RequestTrace
+from router.requests import RequestTrace
 from router.tokenizer import Tokenizer
 from shared.errors import AttemptsExhausted, EngineError, KvrouteError, NoWorker, TransientError
-from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key
+from shared.hashing import block_keys, num_usable_blocks, root_key
 from shared.types import CacheScheme, FinishReason, RequestId
 
 __all__ = ["BatchLimits", "BatchReport", "Generate", "OnRow", "PreparedBatch", "Row", "prepare_batch", "run_batch"]
@@ -33,14 +33,6 @@ logger = logging.getLogger(__name__)
 
 SYNC_INTERVAL_S = 1.0
 """Most work that a power cut can cost, in time; a killed process loses nothing that is written."""
-
-
-class Generate(Protocol):
-    """Whatever computes answers: `Router.generate`."""
-
-    def __call__(self, request: GenerateRequest, trace: RequestTrace) -> AsyncIterator[Generated]:
-        """The request's tokens; the last item has `finish`. Fills in `trace`. Closing it early cancels the request."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +148,11 @@ async def run_batch(
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """One row's text and what it took."""
-
-    text: str
-    finish: FinishReason
-    num_tokens: int
-    trace: RequestTrace
-
-
-@dataclass(frozen=True, slots=True)
 class _Result:
     """An answer, what it answers, and how it is told."""
 
-    request: GenerateRequest
-    answer: _Answer
+    answer: Answer
+    text: str
     usage: Usage
     body: Mapping[str, Any]
 
@@ -226,7 +208,7 @@ class _Run:
         result: _Result | None = None
         try:
             result = await self._compute(row)
-            record = result_record(row, record_id=record_id, request_id=result.request.request, body=result.body)
+            record = result_record(row, record_id=record_id, request_id=result.answer.request.request, body=result.body)
         except NoWorker:
             # Every other row would wait as long and in vain: they are left to a resumed run.
             raise
@@ -242,7 +224,7 @@ class _Run:
         else:
             self._count(result)
         if self.on_row is not None:
-            text, trace = (None, RequestTrace()) if result is None else (result.answer.text, result.answer.trace)
+            text, trace = (None, RequestTrace()) if result is None else (result.text, result.answer.trace)
             self.on_row(row, text, trace)
 
     async def _compute(self, row: Row) -> _Result:
@@ -251,52 +233,41 @@ class _Run:
             raise row.error
         endpoint = cast(Endpoint, row.endpoint)
         parsed = parse_request(endpoint, row.body, served_model=self.served_model)
-        token_ids = await self._tokenize(parsed)
-        request = GenerateRequest(
-            request=RequestId(f"batch-{self.name}-{row.line}"),
-            token_ids=pack_tokens(token_ids),
-            sampling=parsed.sampling(len(token_ids), self.max_model_len_tokens),
+        (answer,) = await answers_to(
+            parsed,
+            self.tokenizer,
+            name=f"batch-{self.name}-{row.line}",
+            max_model_len_tokens=self.max_model_len_tokens,
             salt=parsed.cache_salt,
-            priority=parsed.priority,
         )
-        answer = await self._generate_insisting(request, parsed, token_ids)
-        usage = Usage(len(token_ids), answer.num_tokens, answer.trace.cached_tokens)
+        answer, text, finish = await self._generate_insisting(answer)
+        usage = usage_of([answer], num_choices=1)
         prefix = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
         body = completion_body(
             endpoint,
             response_id=f"{prefix}-{self.name}-{row.line}",
             model=parsed.model,
             created=int(time.time()),
-            text=answer.text,
-            finish=answer.finish,
+            answers=[(text, finish)],
             usage=usage,
         )
-        return _Result(request, answer, usage, body)
+        return _Result(answer, text, usage, body)
 
-    async def _tokenize(self, parsed: ParsedRequest) -> list[int]:
-        if parsed.messages is not None:
-            return await self.tokenizer.encode_chat(parsed.messages)
-        if isinstance(parsed.prompt, str):
-            return await self.tokenizer.encode_prompt(parsed.prompt)
-        return self.tokenizer.check_token_ids(parsed.prompt or ())
-
-    async def _generate_insisting(
-        self, request: GenerateRequest, parsed: ParsedRequest, token_ids: list[int]
-    ) -> _Answer:
+    async def _generate_insisting(self, answer: Answer) -> tuple[Answer, str, FinishReason]:
         """Generate, and again from the start after a transient error, as often as the limits allow."""
-        base = request.request
+        base = answer.request.request
         for attempt in range(1, self.limits.max_attempts):
             try:
-                return await self._generate_once(request, parsed, token_ids)
+                return await self._generate_once(answer)
             except (NoWorker, AttemptsExhausted):
                 # A request that kills its workers must not be given more of them; a resumed run may try it again.
                 raise
             except TransientError as error:
-                logger.info("%s: attempt %d failed: %s", request.request, attempt, error)
+                logger.info("%s: attempt %d failed: %s", answer.request.request, attempt, error)
                 await asyncio.sleep(self._wait_s(attempt, error))
                 # The attempt before may not be forgotten everywhere yet.
-                request = replace(request, request=RequestId(f"{base}.{attempt}"))
-        return await self._generate_once(request, parsed, token_ids)
+                answer = answer.again(RequestId(f"{base}.{attempt}"))
+        return await self._generate_once(answer)
 
     def _wait_s(self, attempt: int, error: TransientError) -> float:
         if error.retry_after_s is not None:
@@ -305,33 +276,18 @@ class _Run:
         # Rows that failed together do not come back together.
         return wait_s * self.rng.uniform(0.5, 1.0)
 
-    async def _generate_once(self, request: GenerateRequest, parsed: ParsedRequest, token_ids: list[int]) -> _Answer:
-        trace = RequestTrace(received_at_s=asyncio.get_running_loop().time())
-        detokenizer = self.tokenizer.detokenizer(
-            token_ids, stop=parsed.stop, stop_token_ids=request.sampling.stop_token_ids
-        )
-        pieces: list[str] = []
-        finish: FinishReason | None = None
-        stream = cast("AsyncGenerator[Generated, None]", self.generate(request, trace))
+    async def _generate_once(self, answer: Answer) -> tuple[Answer, str, FinishReason]:
+        answer.trace.received_at_s = asyncio.get_running_loop().time()
         try:
-            async with contextlib.aclosing(stream):
-                async for generated in stream:
-                    finish = generated.finish
-                    pieces.append(detokenizer.push(generated.token_ids, finish))
-                    if detokenizer.is_stopped:
-                        finish = FinishReason.STOP
-                        break
+            return answer, *await answer.whole(self.generate)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             # Nobody cancelled this run: a cancellation that leaks out of the router must not end a place unseen.
             raise EngineError("the request was cancelled within the router") from None
-        if finish is None or finish is FinishReason.ABORT:
-            raise EngineError("the engine gave the request up")
-        return _Answer("".join(pieces), finish, detokenizer.num_tokens, trace)
 
     def _count(self, result: _Result) -> None:
-        request, usage = result.request, result.usage
+        request, usage = result.answer.request, result.usage
         root = root_key(self.scheme, salt=request.salt, adapter=request.adapter)
         keys = block_keys(request.token_ids, self.scheme.block_size_tokens, root)
         num_usable = num_usable_blocks(usage.prompt_tokens, self.scheme.block_size_tokens)

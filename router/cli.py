@@ -88,6 +88,14 @@ _REPLAY_OWN_FLAGS = (
 )
 """Arguments of `replay` alone, which checks them."""
 _SEED_FLAGS = tuple(flag for flag in _ROUTER_FLAGS if flag[0] == "seed")
+_DRAIN_FLAGS = (("drain-timeout-s", "S", "Longest wait for the requests of a worker or server that ends."),)
+_SERVER_FLAGS = (
+    ("host", "ADDRESS", "Address that `serve` listens on."),
+    ("port", "N", "Port that `serve` listens on; 0: any free one."),
+    ("api-key", "KEY", "Key that requests must show; default: none is asked for."),
+    ("api-key-file", "FILE", "Keys that requests must show one of, as YAML; see README."),
+    *_DRAIN_FLAGS,
+)
 _BATCH_FLAGS = (("max-in-flight", "N", "Batch rows under way at once."),)
 _COMMON_FLAGS = (
     ("run-dir", "DIR", "Where `up` writes what it started; default: the user's run folder."),
@@ -103,7 +111,7 @@ _SERVING_GROUPS = (
 )
 
 
-_STARTING_COMMANDS = ("batch", "up", "demo")
+_STARTING_COMMANDS = ("batch", "serve", "up", "demo")
 """Commands that start a Ray of their own where none is named."""
 _JOINING_COMMANDS = ("scale", "drain")
 """Commands that go into the Ray that `up` has started."""
@@ -134,6 +142,10 @@ def build_parser() -> argparse.ArgumentParser:
     batch.add_argument("--strict", action="store_true", help="Exit with 3 when a row failed.")
     batch.add_argument("--progress", action="store_true", help="Show progress where stderr is no terminal, too.")
 
+    serve = _add_command(
+        commands, "serve", "answer OpenAI clients over HTTP", (("server", _SERVER_FLAGS), *_SERVING_GROUPS)
+    )
+    serve.add_argument("--routers", metavar="N", default="1", help="Processes that share the port; default: 1.")
     _add_command(commands, "up", "start workers that stay", _SERVING_GROUPS)
     _add_command(commands, "down", "end what `up` started", (("general", _COMMON_FLAGS),))
     status = _add_command(commands, "status", "show the workers that `up` started", (("general", _COMMON_FLAGS),))
@@ -179,17 +191,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_scale_commands(commands: Any) -> None:
-    drain_flags = (("drain-timeout-s", "S", "Longest wait for the requests of a worker that leaves."),)
     start_flags = tuple(flag for flag in _MODEL_FLAGS if flag[0] == "start-timeout-s")
     general = ("general", _COMMON_FLAGS)
     scale = _add_command(
         commands,
         "scale",
         "start more workers, or drain and end the newest",
-        (("workers", start_flags + drain_flags), general),
+        (("workers", start_flags + _DRAIN_FLAGS), general),
     )
     scale.add_argument("num_workers", metavar="N", help="Number of workers from now on.")
-    drain = _add_command(commands, "drain", "let one worker finish and end it", (("workers", drain_flags), general))
+    drain = _add_command(commands, "drain", "let one worker finish and end it", (("workers", _DRAIN_FLAGS), general))
     drain.add_argument("worker", metavar="WORKER", help="Its name, as `status` shows it.")
 
 

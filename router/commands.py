@@ -29,6 +29,8 @@ from shared.hashing import parity_key, tokenizer_fingerprint
 from shared.telemetry import set_up_logging
 from shared.types import CacheScheme, WorkerId
 
+_ON_A_FAST_LOOP = ("serve",)
+"""Commands that carry much traffic."""
 _IN_FLIGHT_PER_SEQ = 4
 """Batch rows under way for each sequence that the workers can run: enough to choose from, few enough to stay fresh."""
 
@@ -61,9 +63,17 @@ def run(
     # A policy that cannot be made must stop the command before it starts anything.
     make_policy(settings.policy)
     try:
-        return asyncio.run(_interruptible(_COMMANDS[command](Invocation(settings, own, say, show))))
+        with asyncio.Runner(loop_factory=_fast_loop() if command in _ON_A_FAST_LOOP else None) as runner:
+            return runner.run(_interruptible(_COMMANDS[command](Invocation(settings, own, say, show))))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop]:
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
@@ -126,6 +136,17 @@ async def run_rows(
         on_row=on_row,
         progress=progress,
     )
+
+
+async def _serve(call: Invocation) -> int:
+    from router.serve import run_serve
+
+    run = _run_to_attach(call)
+    settings = _with_run(call.settings, run)
+    launch.require_model(settings)
+    is_interrupted = await run_serve(settings, _serving(call, settings, run), call.say)
+    call.say("stopped")
+    return EXIT_INTERRUPTED if is_interrupted else EXIT_OK
 
 
 async def _up(call: Invocation) -> int:
@@ -287,6 +308,7 @@ async def _bench(call: Invocation) -> int:
 
 _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "batch": _batch,
+    "serve": _serve,
     "up": _up,
     "down": _down,
     "scale": _scale,

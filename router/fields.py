@@ -144,3 +144,18 @@ def stop_strings(value: Any, param: str) -> tuple[str, ...]:
         if not 1 <= len(text(string, name)) <= MAX_STOP_STRING_CHARS:
             raise InvalidRequest(f"Invalid '{name}': must have 1 to {MAX_STOP_STRING_CHARS} characters.", param=name)
     return tuple(strings.values())
+
+
+def stream_options(value: Any, param: str) -> bool:
+    """Whether the stream is to end with its token counts."""
+    wants_usage = False
+    for name, option in mapping(value, param).items():
+        if name not in ("include_usage", "include_obfuscation"):
+            unknown = f"{param}.{brief_name(name)}"
+            raise InvalidRequest(f"'{unknown}' is not supported.", param=unknown)
+        if option is None:
+            continue
+        if flag(option, f"{param}.{name}") and name == "include_obfuscation":
+            raise InvalidRequest(f"'{param}.{name}' is not supported (only False is).", param=f"{param}.{name}")
+        wants_usage |= option
+    return wants_usage

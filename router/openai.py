@@ -1,31 +1,25 @@
 """OpenAI's request and response bodies: parsed and checked on the way in, built on the way out.
 
 What is not supported is refused by the name of its field and never done by half. Knows nothing of tokens' text, HTTP
-or files.
+or files; streamed answers are `router.chunks`' business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from router import fields
-from shared.errors import (
-    ClientError,
-    ContextTooLong,
-    DeadlineExceeded,
-    EngineError,
-    InvalidRequest,
-    KvrouteError,
-    ModelNotFound,
-    Overloaded,
-    TransientError,
-)
+from shared.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from shared.types import FinishReason, Sampling
 
 MAX_MESSAGES = 16_384
+MAX_CHOICES = 128
+"""Most answers to one prompt, as at OpenAI."""
+MAX_SEQUENCES = 1024
+"""Most answers to all prompts of one request."""
 MAX_REPETITION_PENALTY = 10.0
 """Far over what still gives text; engines name no bound of their own."""
 
@@ -39,13 +33,14 @@ class Endpoint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """One checked request. Exactly one of `messages` and `prompt` is set."""
+    """One checked request. It has either `messages` or `prompts`."""
 
     endpoint: Endpoint
     model: str
     messages: tuple[Mapping[str, Any], ...] | None
     """Content of each is one string; text parts are joined by newlines, as vLLM does for plain templates."""
-    prompt: str | tuple[int, ...] | None
+    prompts: tuple[str | tuple[int, ...], ...]
+    """Empty where there are messages; never more than one unless several were allowed."""
     max_tokens: int | None
     """`None`: as many as the context leaves."""
     sampling_options: Mapping[str, Any]
@@ -54,6 +49,16 @@ class ParsedRequest:
     cache_salt: str
     user: str | None
     priority: int
+    num_choices: int = 1
+    """Answers to each prompt."""
+    is_streamed: bool = False
+    wants_usage: bool = False
+    """Whether a streamed answer ends with its token counts."""
+
+    @property
+    def prompt(self) -> str | tuple[int, ...] | None:
+        """The only prompt of a request that has no messages."""
+        return self.prompts[0] if self.prompts else None
 
     def sampling(self, num_prompt_tokens: int, max_model_len_tokens: int) -> Sampling:
         """How to sample after a prompt of this length.
@@ -99,8 +104,10 @@ class Usage:
         }
 
 
-def parse_request(endpoint: Endpoint, body: Any, *, served_model: str, allow_stream: bool = False) -> ParsedRequest:
-    """Check a request's body.
+def parse_request(
+    endpoint: Endpoint, body: Any, *, served_model: str, allow_stream: bool = False, allow_several: bool = False
+) -> ParsedRequest:
+    """Check a request's body. Several answers are those to several prompts, and with `n` to each of them.
 
     Raises:
         InvalidRequest: a field is missing, wrong, unknown or not supported; `param` is its name.
@@ -114,21 +121,33 @@ def parse_request(endpoint: Endpoint, body: Any, *, served_model: str, allow_str
     if model != served_model:
         raise ModelNotFound(f"The model '{model}' does not exist; this is '{served_model}'.", param="model")
     own_field = "messages" if endpoint is Endpoint.CHAT else "prompt"
-    _refuse_unsupported(endpoint, given, own_field, allow_stream=allow_stream)
+    _refuse_unsupported(endpoint, given, own_field, allow_stream=allow_stream, allow_several=allow_several)
     values = {name: check(given[name], name) for name, check in _CHECKS.items() if name in given}
     subject = fields.required(given, own_field)
+    is_streamed = values.get("stream", False)
+    if "stream_options" in values and not is_streamed:
+        raise InvalidRequest("'stream_options' is only allowed where 'stream' is true.", param="stream_options")
     parsed = ParsedRequest(
         endpoint=endpoint,
         model=model,
         messages=_messages(subject) if endpoint is Endpoint.CHAT else None,
-        prompt=_prompt(subject) if endpoint is Endpoint.COMPLETIONS else None,
+        prompts=_prompts(subject, allow_several=allow_several) if endpoint is Endpoint.COMPLETIONS else (),
         max_tokens=_max_tokens(endpoint, values),
         sampling_options=_sampling_options(values),
         stop=values.get("stop", ()),
         cache_salt=values.get("cache_salt", ""),
         user=values.get("user"),
         priority=values.get("priority", 0),
+        num_choices=values.get("n", 1),
+        is_streamed=is_streamed,
+        wants_usage=values.get("stream_options", False),
     )
+    if len(parsed.prompts) * parsed.num_choices > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"Invalid 'n': {parsed.num_choices} answers to each of {len(parsed.prompts)} prompts are over the limit of "
+            f"{MAX_SEQUENCES} answers.",
+            param="n",
+        )
     min_tokens = parsed.sampling_options.get("min_tokens", 0)
     if parsed.max_tokens is not None and min_tokens > parsed.max_tokens:
         raise InvalidRequest(f"min_tokens ({min_tokens}) is over max_tokens ({parsed.max_tokens})", param="min_tokens")
@@ -136,53 +155,33 @@ def parse_request(endpoint: Endpoint, body: Any, *, served_model: str, allow_str
 
 
 def completion_body(
-    endpoint: Endpoint, *, response_id: str, model: str, created: int, text: str, finish: FinishReason, usage: Usage
+    endpoint: Endpoint,
+    *,
+    response_id: str,
+    model: str,
+    created: int,
+    answers: Sequence[tuple[str, FinishReason]],
+    usage: Usage,
 ) -> dict[str, Any]:
-    """Body of a `chat.completion` or `text_completion` object with one choice. `created` is in Unix seconds."""
+    """Body of a `chat.completion` or `text_completion` object. `created` is in Unix seconds."""
     is_chat = endpoint is Endpoint.CHAT
-    answer = {"message": {"role": "assistant", "content": text, "refusal": None}} if is_chat else {"text": text}
+    choices = [
+        {
+            "index": index,
+            **({"message": {"role": "assistant", "content": text, "refusal": None}} if is_chat else {"text": text}),
+            "logprobs": None,
+            "finish_reason": finish.value,
+        }
+        for index, (text, finish) in enumerate(answers)
+    ]
     return {
         "id": response_id,
         "object": "chat.completion" if is_chat else "text_completion",
         "created": created,
         "model": model,
-        "choices": [{"index": 0, **answer, "logprobs": None, "finish_reason": finish.value}],
+        "choices": choices,
         "usage": usage.as_body(),
     }
-
-
-# Status and type of each error; an error that is not here has those of its nearest ancestor that is.
-_STATUS_OF: Mapping[type[BaseException], tuple[int, str]] = {
-    ClientError: (400, "invalid_request_error"),
-    ModelNotFound: (404, "invalid_request_error"),
-    Overloaded: (429, "rate_limit_error"),
-    DeadlineExceeded: (504, "server_error"),
-    TransientError: (503, "server_error"),
-    EngineError: (500, "server_error"),
-    BaseException: (500, "server_error"),
-}
-
-
-def status_of(error: BaseException) -> int:
-    """The HTTP status that tells of `error`."""
-    return _status_and_type(error)[0]
-
-
-def error_body(error: BaseException) -> dict[str, Any]:
-    """Body of an error response. Says nothing of errors that nobody raised on purpose."""
-    is_ours = isinstance(error, KvrouteError)
-    return {
-        "error": {
-            "message": str(error) if is_ours else "internal error",
-            "type": _status_and_type(error)[1],
-            "param": getattr(error, "param", None) if is_ours else None,
-            "code": error.code if isinstance(error, KvrouteError) else KvrouteError.code,
-        }
-    }
-
-
-def _status_and_type(error: BaseException) -> tuple[int, str]:
-    return next(_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF)
 
 
 # Ranges are those of OpenAI's reference where it has the field, else vLLM's (`SamplingParams`).
@@ -210,6 +209,9 @@ _CHECKS: Mapping[str, fields.Check] = {
     "user": fields.label,
     "priority": fields.integer(-(1 << 31), (1 << 31) - 1),
     "metadata": fields.mapping,
+    "n": fields.integer(1, MAX_CHOICES),
+    "stream": fields.flag,
+    "stream_options": fields.stream_options,
 }
 # Fields that are known and not supported, with the values that ask for nothing.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -240,14 +242,17 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id")
 
 
-def _refuse_unsupported(endpoint: Endpoint, given: Mapping[str, Any], own_field: str, *, allow_stream: bool) -> None:
+def _refuse_unsupported(
+    endpoint: Endpoint, given: Mapping[str, Any], own_field: str, *, allow_stream: bool, allow_several: bool
+) -> None:
     """Raise for the first field that is unknown or asks for what is not done."""
+    refused = {"n"} if not allow_several else set()
+    refused |= {"stream_options"} if not allow_stream else set()
     for name, value in given.items():
-        if name in ("model", own_field) or name in _CHECKS:
+        if name in ("model", own_field) or (name in _CHECKS and name not in refused):
             if name == "max_completion_tokens" and endpoint is not Endpoint.CHAT:
                 raise InvalidRequest(f"Unrecognized request argument supplied: {name}", param=name)
-        elif name == "stream":
-            if fields.flag(value, name) and not allow_stream:
+            if name == "stream" and fields.flag(value, name) and not allow_stream:
                 raise InvalidRequest("'stream' is not supported in a batch.", param=name)
         elif name not in _UNSUPPORTED:
             unknown = fields.brief_name(name)
@@ -278,14 +283,23 @@ def _sampling_options(values: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _prompt(value: Any) -> str | tuple[int, ...]:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        (value,) = value
-    if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
+def _prompts(value: Any, *, allow_several: bool) -> tuple[str | tuple[int, ...], ...]:
+    """Every prompt of a text, of token ids, or of a list of either."""
+    if not isinstance(value, list) or not any(isinstance(item, str | list) for item in value):
+        return (_prompt(value, "prompt"),)
+    if len(value) == 1:
+        return (_prompt(value[0], "prompt"),)
+    if not allow_several:
         raise InvalidRequest("'prompt' holds several prompts; one for each request is supported.", param="prompt")
-    prompt = fields.text(value, "prompt") if not isinstance(value, list) else fields.token_ids(value, "prompt")
+    if len(value) > MAX_SEQUENCES:
+        raise InvalidRequest(f"Invalid 'prompt': at most {MAX_SEQUENCES} prompts are allowed.", param="prompt")
+    return tuple([_prompt(item, f"prompt[{index}]") for index, item in enumerate(value)])
+
+
+def _prompt(value: Any, param: str) -> str | tuple[int, ...]:
+    prompt = fields.text(value, param) if not isinstance(value, list) else fields.token_ids(value, param)
     if not prompt:
-        raise InvalidRequest("Invalid 'prompt': must not be empty.", param="prompt")
+        raise InvalidRequest(f"Invalid '{param}': must not be empty.", param=param)
     return prompt
 
 

@@ -23,6 +23,8 @@ class GenerateRequest:
     adapter: str = ""
     priority: int = 0
     """Lower goes first."""
+    tenant: str = ""
+    """Who asks, for the sake of fairness; empty where nobody is told apart."""
     deadline_at_s: float | None = None
     """When its last token must be there at the latest, on the loop's clock; `None` for whenever."""
     traceparent: str = ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from shared.errors import ConfigError
 
@@ -73,13 +73,20 @@ class Settings(BaseModel):
     audit_s: float = Field(60.0, gt=0, description="Time between two audits of what the store holds of a worker.")
     ray_address: str = Field("", description="Ray cluster to use; default: a local one. RAY_ADDRESS counts too.")
 
+    host: str = Field("127.0.0.1", min_length=1, description="Address that `serve` listens on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port that `serve` listens on; 0: any free one.")
+    api_key: SecretStr = Field(SecretStr(""), description="Key that requests must show; default: none is asked for.")
+    api_key_file: Path | None = Field(None, description="Keys that requests must show one of, as YAML; see README.")
+
     max_in_flight: int | None = Field(None, ge=1, description="Batch rows under way at once.")
     max_queued: int = Field(4096, ge=1, description="Requests held by a router before it answers 429.")
     queue_timeout_s: float = Field(600.0, gt=0, description="Longest time that a request is held.")
     max_attempts: int = Field(3, ge=1, description="Workers that a request is tried on.")
     min_prefix_tokens: int = Field(0, ge=0, description="Shorter cached prefixes are not weighed.")
 
-    drain_timeout_s: float = Field(300.0, ge=0, description="Longest wait for the requests of a worker that leaves.")
+    drain_timeout_s: float = Field(
+        300.0, ge=0, description="Longest wait for the requests of a worker or server that ends."
+    )
     start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for workers to be ready.")
     run_dir: Path | None = Field(None, description="Where `up` writes what it started; default: the user's run folder.")
     cache_dir: Path | None = Field(None, description="Where converted models lie; default: the user's cache folder.")

@@ -5,6 +5,10 @@ KvrouteError
 |   +-- InvalidRequest          a field is missing, of the wrong type or out of range
 |   +-- ContextTooLong          prompt and answer do not fit into the model's context
 |   +-- ModelNotFound           the request names a model that is not served
+|   +-- Unauthorized            the caller has shown no valid key
+|   +-- NotFound                there is nothing at that address
+|   |   +-- MethodNotAllowed    there is, but not for this method
+|   +-- BodyTooLarge            the body is over a limit
 |   +-- PinRefused              pinned blocks would exceed their budget
 |   +-- UnknownPin              nothing is pinned under that name
 +-- ConfigError                 a flag, variable or file of ours is wrong
@@ -18,6 +22,7 @@ KvrouteError
 |   +-- StreamBroken            an answer broke off and cannot go on elsewhere
 |   +-- AttemptsExhausted       every worker that the request was tried on failed under it
 |   +-- DeadlineExceeded        the request's own deadline passed
+|   +-- RequestTimeout          the body did not arrive in time
 |   +-- DirectoryUnavailable    the store did not answer in time
 +-- ProtocolError               a peer sent bytes that are not of this protocol
 |   +-- AuthenticationFailed    a peer does not know the shared secret
@@ -60,6 +65,30 @@ class ModelNotFound(ClientError):
     """The request names a model that is not served here."""
 
     code = "model_not_found"
+
+
+class Unauthorized(ClientError):
+    """The caller has shown no valid key."""
+
+    code = "invalid_api_key"
+
+
+class NotFound(ClientError):
+    """There is nothing at the address that the request names."""
+
+    code = "not_found"
+
+
+class MethodNotAllowed(NotFound):
+    """There is something at that address, but not for this method."""
+
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(ClientError):
+    """The request's body is over a limit; says which."""
+
+    code = "request_too_large"
 
 
 class ConfigError(KvrouteError):
@@ -140,6 +169,12 @@ class DeadlineExceeded(TransientError):
     """The request's deadline has passed, or cannot be met."""
 
     code = "deadline_exceeded"
+
+
+class RequestTimeout(TransientError):
+    """The request's body did not arrive in time."""
+
+    code = "request_timeout"
 
 
 class DirectoryUnavailable(TransientError):

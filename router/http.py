@@ -1,0 +1,310 @@
+"""The OpenAI-compatible front of one router: an ASGI application without a framework, since each microsecond counts.
+
+Owns which address leads where, who is let in, and how answers are told. What listens is `router.http_server`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+
+from router.answers import Answer, Generate, all_wholes, answers_to, merged, usage_of
+from router.chunks import DONE, Chunks
+from router.fields import brief_name
+from router.http_call import App, Call, ClientGone, Header, Limits, Receive, Scope, Send, WhileConnected, log_failure
+from router.keys import ANYBODY, UNLIMITED, Allowance, Caller, KeyRing
+from router.openai import Endpoint, ParsedRequest, completion_body, parse_request
+from router.tokenizer import Tokenizer
+from shared import __version__
+from shared.errors import MethodNotAllowed, ModelNotFound, NotFound, NoWorker
+
+logger = logging.getLogger(__name__)
+
+_EVENTS: Sequence[Header] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies of the kind of nginx gather what they pass on unless they are told not to.
+    (b"x-accel-buffering", b"no"),
+)
+_NO_WORKER_RETRY_S = 2.0
+_COMING_STATES = ("ready", "resting", "away")
+_DRAINING_RETRY_S = 1.0
+"""By then a balancer has noticed, and another server answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What a front needs of the router behind it."""
+
+    model: str
+    max_model_len_tokens: int
+    tokenizer: Tokenizer
+    generate: Generate
+    policy: str
+    has_workers: Callable[[], bool]
+    """Whether there is a worker that may be sent to now; asked for each request."""
+    state_to_count: Callable[[], Mapping[str, int]]
+    """Workers by state, as `Fleet` tells them."""
+    render_metrics: Callable[[], bytes | Awaitable[bytes]]
+
+
+Handler = Callable[[Call, Caller, Allowance], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class _Route:
+    method_to_handler: dict[str, Handler]
+    is_open: bool
+    """Whether no key is asked for."""
+
+
+class Front:
+    """The application. Invariant: a request that has ended, however it did, has nothing under way any more.
+
+    `mounts` are applications for addresses under `/NAME`, which need a key where one is set.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        keys: KeyRing,
+        *,
+        name: str,
+        limits: Limits | None = None,
+        mounts: Mapping[str, App] | None = None,
+    ) -> None:
+        """`name` keeps the ids of this front's answers apart from those of others."""
+        self.limits = limits or Limits()
+        self.is_draining = False
+        """Whether new work is refused, so that what is under way can end."""
+        self._is_cut = False
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._backend = backend
+        self._policy = backend.policy.encode()
+        self._keys = keys
+        self._name = name
+        self._numbers = itertools.count(1)
+        self._created = int(time.time())
+        self._mounts = dict(mounts or {})
+        self._description = files("router").joinpath("static", "openapi.json").read_bytes()
+        self._routes = {
+            "/v1/chat/completions": _Route({"POST": partial(self._complete, Endpoint.CHAT)}, is_open=False),
+            "/v1/completions": _Route({"POST": partial(self._complete, Endpoint.COMPLETIONS)}, is_open=False),
+            "/v1/models": _Route({"GET": self._models}, is_open=False),
+            "/health": _Route({"GET": self._health}, is_open=True),
+            "/ping": _Route({"GET": self._health, "POST": self._health}, is_open=True),
+            "/ready": _Route({"GET": self._ready}, is_open=True),
+            "/version": _Route({"GET": self._version}, is_open=True),
+            "/metrics": _Route({"GET": self._metrics}, is_open=True),
+            "/openapi.json": _Route({"GET": self._openapi}, is_open=True),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        call = Call(scope, receive, send, own_id=f"req-{self._name}-{next(self._numbers):x}")
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
+        try:
+            await self._dispatch(call)
+        except ClientGone:
+            logger.debug("request %s: the caller has gone", call.request_id.decode())
+        except asyncio.CancelledError:
+            if not self._is_cut or call.has_ended:
+                raise
+            await call.fail(NoWorker("this server is shutting down", retry_after_s=_DRAINING_RETRY_S))
+        except Exception as error:
+            log_failure(call, error)
+            if not call.has_ended:
+                await call.fail(error)
+        finally:
+            self._under_way.discard(task)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new work, and wait for the end of what is under way. Modifies."""
+        self.is_draining = True
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=timeout_s)
+
+    def cut(self) -> None:
+        """Begin nothing more, and end what is under way, with an error each. Modifies."""
+        self.is_draining = self._is_cut = True
+        for task in self._under_way:
+            task.cancel()
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
+    async def _dispatch(self, call: Call) -> None:
+        route = self._routes.get(call.path)
+        if route is None:
+            route = self._route_below(call)
+        handler = route.method_to_handler.get("GET" if call.method == "HEAD" else call.method)
+        if handler is None:
+            allowed = ", ".join(route.method_to_handler)
+            call.extra_headers.append((b"allow", allowed.encode()))
+            raise MethodNotAllowed(f"Not allowed for this address: only {allowed} is.")
+        if route.is_open:
+            await handler(call, ANYBODY, UNLIMITED)
+        else:
+            await handler(call, *self._keys.identify(call.headers.get(b"authorization")))
+
+    def _route_below(self, call: Call) -> _Route:
+        """The route of an address with something variable in it."""
+        first, _, rest = call.path.removeprefix("/").partition("/")
+        if first in self._mounts:
+            app = self._mounts[first]
+
+            async def run(call: Call, caller: Caller, allowance: Allowance) -> None:
+                await call.pass_on(app)
+
+            return _Route(dict.fromkeys(("GET", "POST", "PUT", "DELETE"), run), is_open=False)
+        if rest.startswith("models/") and first == "v1":
+            return _Route({"GET": self._model}, is_open=False)
+        raise NotFound(f"Unknown request URL: {call.method} {call.path[:100]}. See /openapi.json for what is served.")
+
+    async def _complete(self, endpoint: Endpoint, call: Call, caller: Caller, allowance: Allowance) -> None:
+        """Chat and completions."""
+        if self.is_draining:
+            raise NoWorker("this server is shutting down", retry_after_s=_DRAINING_RETRY_S)
+        try:
+            allowance.take()
+        finally:
+            call.extra_headers += allowance.headers()
+        try:
+            parsed = parse_request(
+                endpoint,
+                await call.json(self.limits),
+                served_model=self._backend.model,
+                allow_stream=True,
+                allow_several=True,
+            )
+            async with WhileConnected(call):
+                await self._answer(call, caller, parsed)
+        finally:
+            allowance.give_back()
+
+    async def _answer(self, call: Call, caller: Caller, parsed: ParsedRequest) -> None:
+        self._check_workers()
+        backend = self._backend
+        kind = "chatcmpl" if parsed.endpoint is Endpoint.CHAT else "cmpl"
+        name = f"{kind}-{self._name}-{next(self._numbers):x}"
+        answers = await answers_to(
+            parsed,
+            backend.tokenizer,
+            name=name,
+            max_model_len_tokens=backend.max_model_len_tokens,
+            salt=caller.salted(parsed.cache_salt),
+            tenant=caller.tenant or parsed.user or "",
+        )
+        if parsed.is_streamed:
+            await self._stream(call, parsed, name, answers)
+            return
+        body = completion_body(
+            parsed.endpoint,
+            response_id=name,
+            model=parsed.model,
+            created=int(time.time()),
+            answers=await all_wholes(answers, backend.generate),
+            usage=usage_of(answers, parsed.num_choices),
+        )
+        await call.respond_json(body, headers=self._told(answers[0]))
+
+    async def _stream(self, call: Call, parsed: ParsedRequest, name: str, answers: Sequence[Answer]) -> None:
+        """Send events. None goes out before the first news, so that what fails until then has a status of its own."""
+        created = int(time.time())
+        chunks = Chunks(
+            parsed.endpoint, response_id=name, model=parsed.model, created=created, wants_usage=parsed.wants_usage
+        )
+        generate = self._backend.generate
+        told = b"".join([chunks.first(answer.index) for answer in answers])
+        if len(answers) == 1:
+            async with aclosing(answers[0].pieces(generate)) as pieces:
+                async for text, finish in pieces:
+                    told += chunks.piece(0, text, finish)
+                    if finish is None:
+                        await self._send_events(call, answers[0], told)
+                        told = b""
+        else:
+            async with aclosing(merged(answers, generate)) as news:
+                async for batch in news:
+                    told += b"".join([chunks.piece(answer.index, *piece) for answer, piece in batch])
+                    await self._send_events(call, batch[0][0], told)
+                    told = b""
+        if parsed.wants_usage:
+            told += chunks.usage(usage_of(answers, parsed.num_choices))
+        await self._send_events(call, answers[0], told + DONE, is_last=True)
+
+    async def _send_events(self, call: Call, answer: Answer, events: bytes, *, is_last: bool = False) -> None:
+        if not call.has_begun:
+            await call.start(200, [*_EVENTS, *self._told(answer)])
+        await call.write(events, is_last=is_last)
+
+    def _told(self, answer: Answer) -> list[Header]:
+        """The decision on an answer, as headers."""
+        trace = answer.trace
+        waited_s = 0.0 if trace.bound_at_s is None else trace.bound_at_s - trace.received_at_s
+        return [
+            (b"x-kvroute-worker", (trace.worker or "").encode()),
+            (b"x-kvroute-policy", self._policy),
+            (b"x-kvroute-matched-tokens", b"%d" % trace.matched_tokens),
+            (b"x-kvroute-queue-ms", b"%.1f" % (1e3 * waited_s)),
+        ]
+
+    def _check_workers(self) -> None:
+        """Raise where there is nobody to wait for. Workers that rest or reconnect are waited for."""
+        if not self._backend.has_workers():
+            state_to_count = self._backend.state_to_count()
+            if not any(state_to_count[state] for state in _COMING_STATES):
+                raise NoWorker("no worker is ready", retry_after_s=_NO_WORKER_RETRY_S)
+
+    async def _models(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        await call.respond_json({"object": "list", "data": [self._model_body()]})
+
+    async def _model(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        model = call.path.removeprefix("/v1/models/")
+        if model != self._backend.model:
+            raise ModelNotFound(
+                f"The model '{brief_name(model)}' does not exist; this is '{self._backend.model}'.", param="model"
+            )
+        await call.respond_json(self._model_body())
+
+    def _model_body(self) -> dict[str, object]:
+        return {
+            "id": self._backend.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvroute",
+            "max_model_len": self._backend.max_model_len_tokens,
+        }
+
+    async def _health(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        """Whether this process lives: it does, or it would not answer."""
+        await call.respond(200, b"", ())
+
+    async def _ready(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        """Whether new requests are welcome."""
+        state_to_count = self._backend.state_to_count()
+        is_ready = not self.is_draining and state_to_count["ready"] > 0
+        body = {"is_ready": is_ready, "is_draining": self.is_draining, "workers": dict(state_to_count)}
+        await call.respond_json(body, 200 if is_ready else 503)
+
+    async def _version(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        await call.respond_json({"version": __version__})
+
+    async def _metrics(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        rendered = self._backend.render_metrics()
+        text = rendered if isinstance(rendered, bytes) else await rendered
+        await call.respond(200, text, ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),))
+
+    async def _openapi(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        await call.respond(200, self._description)

@@ -1,0 +1,250 @@
+"""One HTTP request and its answer, as a handler sees them; knows nothing of what is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import orjson
+
+from router.failures import error_body, may_succeed_later, status_of
+from shared.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    KvrouteError,
+    Overloaded,
+    RequestTimeout,
+    TransientError,
+    Unauthorized,
+)
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+_JSON: Header = (b"content-type", b"application/json")
+_MAX_ID_CHARS = 128
+_SAFE_ID = re.compile(rb"[\x21-\x7e]+")
+_MAX_LINGER_READS = 4096
+_RETRY_S = 1.0
+"""When to come back after an error that names no time itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a caller may take of the server, beside what a key allows."""
+
+    max_body_bytes: int = 8 << 20
+    max_header_bytes: int = 32 << 10
+    """Request line and headers together."""
+    max_connections: int = 16_384
+    header_timeout_s: float = 10.0
+    """From a connection's or request's first byte to the end of its headers."""
+    body_timeout_s: float = 60.0
+    linger_s: float = 2.0
+    """How long what is too large may still come in before that is told."""
+    idle_timeout_s: float = 75.0
+    """How long a connection may stay without a request; longer than clients and balancers keep one, so that they are
+    the ones to close it."""
+    write_timeout_s: float = 60.0
+    """How long a reader may leave its answer lying."""
+
+
+class ClientGone(Exception):
+    """The caller has closed the connection: nobody is left to answer."""
+
+
+class Call:
+    """One request of a caller. At most one answer is sent."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, own_id: str) -> None:
+        self.scope = scope
+        self.receive = receive
+        self._send = send
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        shown = self.headers.get(b"x-request-id", b"")
+        self.request_id = shown if len(shown) <= _MAX_ID_CHARS and _SAFE_ID.fullmatch(shown) else own_id.encode()
+        self.has_begun = False
+        """Whether the answer's status is out."""
+        self.has_ended = False
+        """Whether all of the answer is out."""
+        self.extra_headers: list[Header] = []
+        """Headers that go with whatever is answered."""
+
+    async def body(self, limits: Limits) -> bytes:
+        """All of the request's body.
+
+        Raises:
+            BodyTooLarge: it is, or says that it will be.
+            RequestTimeout: it does not come.
+            ClientGone: the caller left before its end.
+        """
+        announced = self.headers.get(b"content-length", b"")
+        is_too_large = announced.isdigit() and int(announced[:20]) > limits.max_body_bytes
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(limits.body_timeout_s):
+                has_more = True
+                while has_more and not is_too_large:
+                    part, has_more = await self._next_part()
+                    parts.append(part)
+                    num_bytes += len(part)
+                    is_too_large = num_bytes > limits.max_body_bytes
+        except TimeoutError:
+            raise RequestTimeout(
+                f"the request's body did not arrive within {limits.body_timeout_s:g} s", retry_after_s=_RETRY_S
+            ) from None
+        if is_too_large:
+            await self._refuse_body(limits, has_more)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _next_part(self) -> tuple[bytes, bool]:
+        """Some more of the body, and whether that was not all. Raises `ClientGone`."""
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message.get("body", b""), message.get("more_body", False)
+
+    async def _refuse_body(self, limits: Limits, has_more: bool) -> NoReturn:
+        """Let a body that is too large run out for a while, since most callers listen only then; raises."""
+        num_reads = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.0 if b"expect" in self.headers else limits.linger_s):
+                while has_more and num_reads < _MAX_LINGER_READS:
+                    _, has_more = await self._next_part()
+                    num_reads += 1
+        raise BodyTooLarge(f"the request's body is over the limit of {limits.max_body_bytes} bytes")
+
+    async def json(self, limits: Limits) -> Any:
+        """The body as JSON. Raises what `body` does, and `InvalidRequest`."""
+        kind = self.headers.get(b"content-type", b"")
+        if kind.partition(b";")[0].strip().lower() != b"application/json":
+            # Also keeps foreign pages in a browser from asking, since they may only send other types unasked.
+            raise InvalidRequest("the header 'Content-Type' must be 'application/json'", param="content-type")
+        raw = await self.body(limits)
+        try:
+            return orjson.loads(raw)
+        except ValueError as error:
+            raise InvalidRequest(f"the request body is not JSON: {_told(error)}") from None
+
+    async def start(self, status: int, headers: Sequence[Header]) -> None:
+        """Send status and headers; the body is to follow by `write`."""
+        self.has_begun = True
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(b"x-request-id", self.request_id), *self.extra_headers, *headers],
+            }
+        )
+
+    async def write(self, body: bytes, *, is_last: bool = False) -> None:
+        """Send more of the body. Waits while the reader is slow."""
+        self.has_ended = is_last
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+    async def respond(self, status: int, body: bytes, headers: Sequence[Header] = (_JSON,)) -> None:
+        """Send a whole answer."""
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.write(body, is_last=True)
+
+    async def respond_json(self, body: Any, status: int = 200, headers: Sequence[Header] = ()) -> None:
+        await self.respond(status, orjson.dumps(body), [_JSON, *headers])
+
+    async def pass_on(self, app: App) -> None:
+        """Have another application answer."""
+        self.has_begun = self.has_ended = True
+        await app(self.scope, self.receive, self._send)
+
+    async def fail(self, error: BaseException) -> None:
+        """Answer with an error, or end an answer that has begun with one, as an event."""
+        if self.has_begun:
+            await self.write(b"data: " + _encoded(error_body(error)) + b"\n\n", is_last=True)
+            return
+        status = status_of(error)
+        is_retry = may_succeed_later(error)
+        headers = [_JSON, (b"x-should-retry", b"true" if is_retry else b"false")]
+        if is_retry:
+            wait_s = error.retry_after_s if isinstance(error, TransientError) else None
+            wait_s = _RETRY_S if wait_s is None else wait_s
+            headers += [
+                (b"retry-after-ms", b"%d" % math.ceil(1e3 * wait_s)),
+                (b"retry-after", b"%d" % math.ceil(wait_s)),
+            ]
+        if isinstance(error, Unauthorized):
+            headers.append((b"www-authenticate", b'Bearer realm="kvroute"'))
+        if isinstance(error, (BodyTooLarge, RequestTimeout)):
+            # What is left of the body is not to be waited for.
+            headers.append((b"connection", b"close"))
+        await self.respond(status, _encoded(error_body(error)), headers)
+
+
+class WhileConnected:
+    """Ends the block with `ClientGone` once the caller has gone. The request's body must have been read.
+
+    Use as `async with`.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._is_gone = False
+
+    async def __aenter__(self) -> WhileConnected:
+        self._task = asyncio.current_task()
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._watcher.cancel()
+        if self._is_gone and self._task is not None:
+            # Somebody else's cancellation is let through.
+            if self._task.uncancel() > 0:
+                return
+            if kind is asyncio.CancelledError or kind is None:
+                raise ClientGone
+
+    async def _watch(self) -> None:
+        while (await self._call.receive())["type"] != "http.disconnect":
+            pass
+        # The end of an answer is told in the same words.
+        if not self._call.has_ended and self._task is not None:
+            self._is_gone = True
+            self._task.cancel()
+
+
+def log_failure(call: Call, error: BaseException) -> None:
+    """Tell of an error that a request ended with: loud where it is ours."""
+    name = call.request_id.decode()
+    if not isinstance(error, KvrouteError):
+        logger.error("request %s: internal error", name, exc_info=error)
+    elif status_of(error) >= 500 and not isinstance(error, Overloaded):
+        logger.warning("request %s failed: %s", name, error)
+    else:
+        logger.debug("request %s refused: %s", name, error)
+
+
+def _encoded(body: Any) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        # A message may quote half of a surrogate pair, which the fast encoder does not take.
+        return json.dumps(body).encode()
+
+
+def _told(error: ValueError) -> str:
+    # Of what orjson says, the place; its beginning may quote the input.
+    return (str(error).splitlines() or ["it cannot be parsed"])[0][:200]

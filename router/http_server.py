@@ -1,0 +1,216 @@
+"""Listens for HTTP: sockets, what a connection may take of time and room, and the graceful end.
+
+Knows nothing of what is asked for. uvicorn does the talking; here is what it lacks: limits on headers, on slow senders
+and on slow readers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ipaddress
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Protocol
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from router.failures import body_of
+from router.http_call import Limits, Receive, Scope, Send
+from shared.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_LAST_WORDS_S = 1
+"""How long connections may take to end once nothing is under way any more."""
+
+
+class Endable(Protocol):
+    """An application that can be told to end."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    def cut(self) -> None:
+        """Begin nothing more, and end what is under way, with an error each."""
+        ...
+
+
+def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """A bound socket; with `is_shared` other processes may bind the same address and get their part.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    try:
+        (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=is_shared)
+    except (OSError, OverflowError) as error:
+        told = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"--host, --port: cannot listen on {host} port {port}: {told}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can connect to such an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@contextlib.asynccontextmanager
+async def serving_http(app: Endable, sockets: Sequence[socket.socket], limits: Limits) -> AsyncIterator[None]:
+    """Answer on `sockets`, which are closed at the end; what is then under way is cut off."""
+    config = uvicorn.Config(
+        app,
+        http=functools.partial(_Connection, limits=limits),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=_LAST_WORDS_S,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(list(sockets)), name="http-server")
+    try:
+        starting = asyncio.create_task(server.has_started.wait())
+        await asyncio.wait([starting, task], return_when=asyncio.FIRST_COMPLETED)
+        starting.cancel()
+        if task.done():
+            task.result()
+        yield
+    finally:
+        app.cut()
+        server.should_exit = True
+        await task
+
+
+class _Server(uvicorn.Server):
+    """A server whose signals are its owner's business."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.has_started = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.has_started.set()
+
+
+class _Connection(HttpToolsProtocol):
+    """One connection, with limits on what comes before a request's body and on what its reader leaves lying."""
+
+    def __init__(self, *arguments: Any, limits: Limits, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._limits = limits
+        self._is_in_headers = True
+        self._num_header_bytes = 0
+        """Of headers that have come in several reads."""
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            self._refuse(503, "service_unavailable", "there are too many connections")
+            return
+        self._header_timer = self.loop.call_later(self._limits.idle_timeout_s, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        # What comes between two requests is no request yet, and ends uvicorn's own wait for one.
+        is_idle = self.cycle is None or (self.cycle.response_complete and self.timeout_keep_alive_task is None)
+        if not (self._is_in_headers or is_idle):
+            return
+        if self._num_header_bytes == 0:
+            self._stop_header_timer()
+            self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._give_up_headers)
+        self._num_header_bytes += len(data)
+        if self._num_header_bytes > self._limits.max_header_bytes:
+            self._refuse(431, "request_headers_too_large", "the request's headers are over the limit")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_headers = True
+
+    def on_headers_complete(self) -> None:
+        self._is_in_headers = False
+        self._num_header_bytes = 0
+        self._stop_header_timer()
+        num_bytes = len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers])
+        if num_bytes > self._limits.max_header_bytes:
+            self.app = _too_large
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self._limits.write_timeout_s, self._give_up_reader)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_write_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "invalid_request_error", "the request is not HTTP/1.1")
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        """Answer what never reaches the application, and close."""
+        if not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(_canned(status, code, message))
+            self.transport.close()
+
+    def _give_up_headers(self) -> None:
+        self._refuse(408, "request_timeout", "the request's headers did not arrive in time")
+
+    def _give_up_reader(self) -> None:
+        logger.info("a connection is cut: its reader takes nothing of its answer")
+        self.transport.abort()
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+async def _too_large(scope: Any, receive: Any, send: Any) -> None:
+    body = body_of("the request's headers are over the limit", "request_headers_too_large")
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-should-retry", b"false"),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": 431, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _canned(status: int, code: str, message: str) -> bytes:
+    body = body_of(message, code)
+    return (
+        b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-should-retry: %b\r\n"
+        b"connection: close\r\n\r\n%b" % (status, len(body), b"true" if status in (408, 503) else b"false", body)
+    )

@@ -1,0 +1,236 @@
+"""The server on real sockets: what it takes from callers that are broken, slow or hostile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from router.http_call import Limits
+from router.http_server import is_loopback, listen
+from router.requests import Generated, GenerateRequest, RequestTrace
+from router.tokenizer import Tokenizer
+from shared.errors import ConfigError
+from shared.types import FinishReason
+from tests.support.fake_generate import FakeGenerate
+from tests.support.http_front import PATIENT_S, echo, listening, make_front
+from tests.support.tokenizers import write_model_folder
+
+BODY = b'{"model": "m", "prompt": "abc", "stream": true}'
+QUICK = Limits(
+    max_body_bytes=1000,
+    max_header_bytes=2000,
+    header_timeout_s=0.2,
+    body_timeout_s=0.2,
+    write_timeout_s=0.2,
+    linger_s=0.1,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_model_folder(tmp_path_factory.mktemp("model")))
+
+
+def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
+    given = [b"host: x", b"content-type: application/json", b"content-length: %d" % (length or len(body)), *headers]
+    return b"POST /v1/completions HTTP/1.1\r\n" + b"\r\n".join(given) + b"\r\n\r\n" + body
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, port = url.removeprefix("http://").split(":")
+    async with asyncio.timeout(PATIENT_S):
+        connection = socket.socket()
+        # Little enough to be full soon where nobody reads.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 12)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+async def answers(url: str, *sent: bytes) -> list[tuple[int, dict[str, str], bytes]]:
+    """Everything that comes back until the server closes the connection: (status, headers, rest) of each answer."""
+    async with connected(url) as (reader, writer):
+        for raw in sent:
+            writer.write(raw)
+            await writer.drain()
+        raw = await reader.read()
+    found = []
+    while raw:
+        head, _, raw = raw.partition(b"\r\n\r\n")
+        status, *lines = head.decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines)
+        length = int(headers.get("content-length", len(raw)))
+        found.append((int(status.split()[1]), headers, raw[:length]))
+        raw = raw[length:]
+    return found
+
+
+def code(body: bytes) -> str:
+    told: str = json.loads(body)["error"]["code"]
+    return told
+
+
+async def test_answers_over_a_socket_are_kept_alive_and_pipelined(tokenizer: Tokenizer) -> None:
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer)
+    get = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with listening(front) as url:
+        last = get.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+        found = await answers(url, get + get, last)
+    assert [status for status, _, _ in found] == [200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "told"),
+    [
+        ((b"nonsense\r\n\r\n",), 400, "invalid_request_error"),
+        ((b"GET /\xff HTTP/1.1\r\n\r\n",), 400, "invalid_request_error"),
+        ((b"GET / HTTP/1.1\r\nx: " + b"a" * 2000 + b"\r\n\r\n",), 431, "request_headers_too_large"),
+        ((b"GET /" + b"a" * 1000, b"a" * 1000, b"a" * 1000), 431, "request_headers_too_large"),
+        ((b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 400,), 431, "request_headers_too_large"),
+        ((b"GET / HTTP/1.1\r\nhost:",), 408, "request_timeout"),
+        ((b"\r\n",), 408, "request_timeout"),
+        ((post(b"x" * 1001),), 413, "request_too_large"),
+        ((post(b"x" * 100, length=10**12),), 413, "request_too_large"),
+        ((post(b"{", length=2),), 408, "request_timeout"),
+        (
+            (
+                b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+                + b"c8\r\n" + b"x" * 200 + b"\r\n",
+                b"3e8\r\n" + b"x" * 1000 + b"\r\n",
+            ),
+            413,
+            "request_too_large",
+        ),
+    ],
+    ids=["no-http", "bad-path", "long-header", "long-line", "many-headers", "slow-headers", "newlines", "long-body",
+         "announced", "slow-body", "chunked"],
+)  # fmt: skip
+async def test_broken_and_hostile_senders_get_an_answer_and_lose_the_connection(
+    tokenizer: Tokenizer, sent: tuple[bytes, ...], status: int, told: str
+) -> None:
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, limits=QUICK)
+    async with listening(front) as url:
+        ((found, headers, body),) = await answers(url, *sent)
+    assert (found, code(body), headers["connection"]) == (status, told, "close")
+    assert headers["x-should-retry"] == ("true" if status == 408 else "false")
+    assert front.num_under_way == 0
+
+
+async def test_request_after_a_refused_one_finds_a_server_that_works(tokenizer: Tokenizer) -> None:
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, limits=QUICK)
+    async with listening(front) as url:
+        for _ in range(3):
+            await answers(url, post(b"x" * 1001))
+        ((status, _, _),) = await answers(url, post(BODY, b"connection: close"))
+    assert status == 200
+
+
+async def test_connection_that_says_nothing_is_closed(tokenizer: Tokenizer) -> None:
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, limits=Limits(idle_timeout_s=0.1))
+    async with listening(front) as url, connected(url) as (reader, _):
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+
+
+async def test_connection_over_the_limit_is_turned_away(tokenizer: Tokenizer) -> None:
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, limits=Limits(max_connections=1))
+    async with listening(front) as url, connected(url) as (reader, writer):
+        writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        ((status, headers, body),) = await answers(url)
+        assert (status, headers["x-should-retry"], code(body)) == (503, "true", "service_unavailable")
+
+
+class Endless:
+    """Streams for as long as somebody reads, and knows how many do."""
+
+    def __init__(self, token_ids: tuple[int, ...]) -> None:
+        self._token_ids = token_ids
+        self.num_live = 0
+        self.has_begun = asyncio.Event()
+        self.is_idle = asyncio.Event()
+
+    async def __call__(self, request: GenerateRequest, trace: RequestTrace) -> AsyncIterator[Generated]:
+        self.num_live += 1
+        self.has_begun.set()
+        try:
+            while True:
+                yield Generated(self._token_ids)
+                await asyncio.sleep(0)
+        finally:
+            self.num_live -= 1
+            self.is_idle.set()
+        yield Generated((), FinishReason.STOP)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_caller_that_closes_its_connection_frees_its_request(tokenizer: Tokenizer, is_streamed: bool) -> None:
+    endless = Endless(tuple(tokenizer.encode("abc")))
+    front = make_front(endless, tokenizer)
+    body = BODY if is_streamed else BODY.replace(b"true", b"false")
+    async with listening(front) as url:
+        async with connected(url) as (reader, writer):
+            writer.write(post(body))
+            await endless.has_begun.wait()
+            if is_streamed:
+                await reader.readuntil(b"data: ")
+        async with asyncio.timeout(PATIENT_S):
+            await endless.is_idle.wait()
+    assert (endless.num_live, front.num_under_way) == (0, 0)
+
+
+async def test_reader_that_takes_nothing_loses_its_answer(tokenizer: Tokenizer) -> None:
+    endless = Endless(tuple(tokenizer.encode("\x01" * 3000)))
+    front = make_front(endless, tokenizer, limits=QUICK)
+    async with listening(front) as url, connected(url) as (_, writer):
+        writer.write(post(BODY))
+        async with asyncio.timeout(PATIENT_S):
+            await endless.is_idle.wait()
+    assert front.num_under_way == 0
+
+
+async def test_end_of_the_server_tells_those_who_still_read(tokenizer: Tokenizer) -> None:
+    fake = FakeGenerate(echo(tokenizer), gate=asyncio.Event())
+    front = make_front(fake, tokenizer)
+    async with contextlib.AsyncExitStack() as stack:
+        async with listening(front) as url:
+            reader, writer = await stack.enter_async_context(connected(url))
+            writer.write(post(BODY))
+            await reader.readuntil(b"data: ")
+        rest = await reader.read()
+    assert b'"code":"service_unavailable"' in rest
+    assert fake.num_live == 0
+
+
+def test_address_that_cannot_be_had_is_named() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port: Any = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--host, --port: cannot listen on 127\.0\.0\.1 port {port}"):
+            listen("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"--host, --port: cannot listen on 203\.0\.113\.1"):
+        listen("203.0.113.1", 0)
+
+
+def test_several_processes_may_share_a_port() -> None:
+    with listen("127.0.0.1", 0, is_shared=True) as one:
+        port = one.getsockname()[1]
+        with listen("127.0.0.1", port, is_shared=True) as other:
+            assert other.getsockname()[1] == port
+
+
+def test_loopback_is_recognised() -> None:
+    hosts = ["127.0.0.1", "127.8.8.8", "::1", "localhost", "0.0.0.0", "::", "10.0.0.1", "example.com"]
+    assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 4
