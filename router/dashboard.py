@@ -11,24 +11,30 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
+from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from router.overview import Overview
+from shared.errors import KvrouteError, TransientError
 
 May = Callable[[Request], Awaitable[Response | None]]
 """Whether a request may look: the answer that refuses it, or `None` for yes."""
+Explain = Callable[[bytes], Awaitable[Mapping[str, Any]]]
+"""What would be decided about the prompt in a JSON body. Raises `KvrouteError` that says what is wrong with it."""
 Take = Callable[[bool], Awaitable[Overview]]
 """The picture as of now, with its history or without."""
 
 PATH = "/dashboard"
 _INTERVAL_S = 1.0
 _RETRY_MS = 2000
+_MAX_PROMPT_BYTES = 4 << 20
 _MAX_VIEWERS = 64
 """Each costs a connection; more are told to come back."""
 _ASSETS = {
@@ -57,23 +63,30 @@ async def _everybody(_: Request) -> Response | None:
     return None
 
 
-def dashboard_routes(take: Take, may: May = _everybody) -> list[Route]:
+def dashboard_app(take: Take, explain: Explain | None = None, may: May = _everybody) -> Starlette:
+    """One dashboard as an application of its own, for everything under `/dashboard`."""
+    return Starlette(routes=dashboard_routes(take, explain, may))
+
+
+def dashboard_routes(take: Take, explain: Explain | None = None, may: May = _everybody) -> list[Route]:
     """Routes of one dashboard, to be mounted at the root of an application."""
-    dashboard = _Dashboard(take, may)
+    dashboard = _Dashboard(take, explain, may)
     return [
         Route("/dashboard/", dashboard.redirect, methods=["GET"]),
         Route(PATH, dashboard.page, methods=["GET"]),
         Route(f"{PATH}/static/{{name}}", dashboard.asset, methods=["GET"]),
         Route(f"{PATH}/snapshot.json", dashboard.snapshot, methods=["GET"]),
         Route(f"{PATH}/events", dashboard.events, methods=["GET"]),
+        Route(f"{PATH}/explain", dashboard.explain, methods=["POST"]),
     ]
 
 
 class _Dashboard:
     """Owns the picture that all viewers of one second share."""
 
-    def __init__(self, take: Take, may: May) -> None:
+    def __init__(self, take: Take, explain: Explain | None, may: May) -> None:
         self._take = take
+        self._explain = explain
         self._may = may
         self._static = resources.files("router") / "static"
         self._own_styles: bytes | None = None
@@ -121,6 +134,24 @@ class _Dashboard:
             return Response(status_code=503, headers={**_uncached(), "Retry-After": "5"})
         return StreamingResponse(self._stream(), media_type="text/event-stream", headers=_uncached())
 
+    async def explain(self, request: Request) -> Response:
+        """What would be decided about a prompt, which is not run."""
+        if (refused := await self._may(request)) is not None:
+            return refused
+        if self._explain is None:
+            return Response(status_code=404, headers=_SECURITY)
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _MAX_PROMPT_BYTES:
+                return _refusal(413, "request_too_large", f"the body is over the limit of {_MAX_PROMPT_BYTES} bytes")
+        try:
+            return JSONResponse(dict(await self._explain(bytes(body))), headers=_uncached())
+        except TransientError as error:
+            return _refusal(503, error.code, str(error))
+        except KvrouteError as error:
+            return _refusal(400, error.code, str(error))
+
     async def _stream(self) -> AsyncIterator[bytes]:
         self._num_viewers += 1
         try:
@@ -139,6 +170,12 @@ class _Dashboard:
                 self._rendered = _encoded(await self._take(False))
                 self._rendered_at_s = now
             return self._rendered
+
+
+def _refusal(status: int, code: str, message: str) -> Response:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    told = {"message": message, "type": kind, "param": None, "code": code}
+    return JSONResponse({"error": told}, status, headers=_uncached())
 
 
 def _cacheable(body: bytes, media_type: str, request: Request) -> Response:

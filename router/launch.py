@@ -24,6 +24,7 @@ from router.plan import download_config
 from router.policies import make_policy
 from router.service import Router
 from router.tokenizer import Tokenizer
+from router.tracing import Tracing
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import Directory, WorkerRecord
@@ -106,8 +107,10 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
 
 
 @contextlib.asynccontextmanager
-async def attached(run: runfile.Run, settings: Settings, say: Say) -> AsyncIterator[Serving]:
-    """Serve over the workers of a running `kvroute up`."""
+async def attached(
+    run: runfile.Run, settings: Settings, say: Say, *, is_observer: bool = False
+) -> AsyncIterator[Serving]:
+    """Serve over the workers of a running `kvroute up`; an observer does not count as one of their routers."""
     model_folder = await prepare_model_folder(settings, say)
     async with contextlib.AsyncExitStack() as stack:
         records = await live_workers(run, settings)
@@ -115,7 +118,18 @@ async def attached(run: runfile.Run, settings: Settings, say: Say) -> AsyncItera
         if not infos:
             raise NoWorker("`kvroute up` is running, but none of its workers is alive; see `kvroute status`")
         secret = bytes.fromhex(run.secret)
-        yield await _enter_router(stack, settings, run.redis_url, secret, model_folder, infos, run.worker_tag, {}, None)
+        yield await _enter_router(
+            stack,
+            settings,
+            run.redis_url,
+            secret,
+            model_folder,
+            infos,
+            run.worker_tag,
+            {},
+            None,
+            is_observer=is_observer,
+        )
 
 
 async def live_workers(run: runfile.Run, settings: Settings) -> list[WorkerRecord]:
@@ -187,6 +201,8 @@ async def _enter_router(
     worker_tag: str,
     actors: Mapping[WorkerId, Any],
     store: EmbeddedStore | None,
+    *,
+    is_observer: bool = False,
 ) -> Serving:
     """A router that is connected to all the workers, and will be to those that join them."""
     tokenizer = await asyncio.to_thread(Tokenizer, model_folder)
@@ -198,9 +214,13 @@ async def _enter_router(
     def connect(record: WorkerRecord, on_change: OnChange) -> WorkerClient:
         return connect_worker(record.info, router_id, secret, on_change=on_change, rng=rng)
 
+    tracing = None
+    if settings.otlp_endpoint and not is_observer:
+        tracing = Tracing.to_endpoint(settings.otlp_endpoint)
+        stack.push_async_callback(tracing.close)
     router = Router(
         router_id,
-        await _connect_directory(redis_url, settings, reader=router_id),
+        await _connect_directory(redis_url, settings, reader="" if is_observer else router_id),
         connect,
         make_policy(settings.policy),
         scheme=scheme,
@@ -213,6 +233,8 @@ async def _enter_router(
         min_prefix_tokens=settings.min_prefix_tokens,
         only=_OwnWorkers(worker_tag),
         refresh_s=settings.heartbeat_s,
+        is_observer=is_observer,
+        tracing=tracing,
     )
     await stack.enter_async_context(router)
     missing = {info.worker for info in infos} - set(router.fleet.worker_to_instance)

@@ -225,7 +225,7 @@ class HoldQueue:
                 return
             if newcomer is not None:
                 # Who comes first waits for nobody; behind others there may be no worker that is worth a look.
-                if len(self._table) == 1 or self._is_ready(loads, self._fleet_state(loads), self._clock()).any():
+                if len(self._table) == 1 or self._is_ready(loads, self.fleet_state(loads), self._clock()).any():
                     self._weigh_one(loads, newcomer)
             elif self._policy.is_late_binding:
                 self._weigh_all(loads)
@@ -242,7 +242,7 @@ class HoldQueue:
         assert held.row is not None, "what is weighed is in the table"
         rows = slice(held.row, held.row + 1)
         requests = self._table.requests(rows, self._clock())
-        costs = self._policy.costs(requests, loads, self._fleet_state(loads), self._rng)
+        costs = self._policy.costs(requests, loads, self.fleet_state(loads), self._rng)
         if self._column_to_reserved or held.excluded:
             costs = self._barred(costs, np.array([held.row]))
         column = int(costs.best(loads)[0])
@@ -254,7 +254,7 @@ class HoldQueue:
     def _weigh_all(self, loads: Loads) -> None:
         """Bind all requests that may be sent now, the most urgent first, as far as one pass looks."""
         now_s = self._clock()
-        fleet = self._fleet_state(loads)
+        fleet = self.fleet_state(loads)
         is_ready = self._is_ready(loads, fleet, now_s)
         if not is_ready.any():
             self._ask_again(np.arange(len(self._table)))
@@ -287,7 +287,7 @@ class HoldQueue:
                 self._bind(held, loads.workers[column], Ranking.of_row(costs, loads, requests, at, column))
                 bound.append(held)
                 loads = self._fleet.loads()
-                fleet = self._fleet_state(loads)
+                fleet = self.fleet_state(loads)
                 is_ready = self._is_ready(loads, fleet, now_s)
             else:
                 self._column_to_reserved[column] = held
@@ -393,8 +393,8 @@ class HoldQueue:
 
     # Means.
 
-    def _fleet_state(self, loads: Loads) -> FleetState:
-        """Means kept in tokens, given in the seconds of this fleet, so that they hold when speeds become known."""
+    def fleet_state(self, loads: Loads) -> FleetState:
+        """The means of now, kept in tokens and given in this fleet's seconds: they hold when speeds become known."""
         prefill_s_per_token = float(loads.prefill_s_per_token.sum()) / len(loads)
         return FleetState(
             prefill_s_per_token=prefill_s_per_token,

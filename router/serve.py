@@ -9,12 +9,17 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
+from router.dashboard import dashboard_app
+from router.explain import explain, read_body
 from router.http import Backend, Front
 from router.http_call import App, Limits
 from router.http_server import is_loopback, listen, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
 from router.launch import Say, Serving
+from router.overview import Overview, Viewpoint
+from router.prompts import prompt_tokens
 from shared.config import Settings
 from shared.errors import ConfigError
 
@@ -74,8 +79,25 @@ def make_front(
         render_metrics=router.render_metrics,
     )
     limits = Limits(max_body_bytes=max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * serving.max_model_len_tokens))
+    mounts = {"dashboard": _dashboard(serving), **(mounts or {})}
     # What must be told apart is drawn by the system, not from the seed: two servers may have the same.
     return Front(backend, ring, name=secrets.token_hex(6), limits=limits, mounts=mounts)
+
+
+def _dashboard(serving: Serving) -> App:
+    viewpoint = Viewpoint(serving.router)
+
+    async def take(with_history: bool) -> Overview:
+        return await viewpoint.take(with_history=with_history)
+
+    async def explained(raw: bytes) -> Mapping[str, Any]:
+        prompt = read_body(raw)
+        token_ids = await asyncio.to_thread(
+            prompt_tokens, prompt, serving.tokenizer, serving.settings, add_generation_prompt=True
+        )
+        return (await explain(serving.router, token_ids, salt=prompt.salt)).to_json()
+
+    return dashboard_app(take, explained)
 
 
 async def serve_until_told(front: Front, sockets: Sequence[socket.socket], drain_timeout_s: float, say: Say) -> bool:
@@ -120,7 +142,7 @@ def _banner(serving: Serving, port: int, num_routers: int) -> list[str]:
         f"ready; KV blocks of {settings.block_size} tokens, policy {settings.policy}, "
         f"context of {serving.max_model_len_tokens} tokens",
         f"listening on {url}/v1 ({num_routers} router{'s' if num_routers > 1 else ''}, {keys}); "
-        f"metrics at {url}/metrics",
+        f"metrics at {url}/metrics, dashboard at {url}/dashboard",
         "Next steps:",
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
         f'\'{{"model": "{settings.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'',

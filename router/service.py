@@ -61,8 +61,10 @@ class Router:
         min_prefix_tokens: int = 0,
         only: Container[WorkerId] | None = None,
         refresh_s: float = 1.0,
+        is_observer: bool = False,
         tracing: Tracing | None = None,
     ) -> None:
+        """An observer sends nothing, so other routers need not know of it."""
         clock = asyncio.get_running_loop().time
         self.router = router
         self.metrics = metrics
@@ -70,6 +72,7 @@ class Router:
         self.directory = directory
         directory.expose(metrics)
         self.scheme = scheme
+        self.min_prefix_tokens = min_prefix_tokens
         self.policy = policy
         self.watch = Watch(metrics, policy.name, clock, block_size_tokens=scheme.block_size_tokens)
         self._tracing = tracing
@@ -83,7 +86,7 @@ class Router:
             clock=clock,
             on_change=lambda: self.queue.poke(),
             on_leave=self.hints.forget,
-            router=router,
+            router=None if is_observer else router,
             only=only,
             refresh_s=refresh_s,
         )
