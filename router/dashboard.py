@@ -63,15 +63,19 @@ async def _everybody(_: Request) -> Response | None:
     return None
 
 
-def dashboard_app(take: Take, explain: Explain | None = None, may: May = _everybody) -> Starlette:
-    """One dashboard as an application of its own, for everything under `/dashboard`."""
-    return Starlette(routes=dashboard_routes(take, explain, may))
+def dashboard_app(
+    take: Take,
+    explain: Explain | None = None,
+    *,
+    may: May = _everybody,
+    is_ending: Callable[[], bool] = lambda: False,
+) -> Starlette:
+    """One dashboard as an application, for everything under `/dashboard`.
 
-
-def dashboard_routes(take: Take, explain: Explain | None = None, may: May = _everybody) -> list[Route]:
-    """Routes of one dashboard, to be mounted at the root of an application."""
-    dashboard = _Dashboard(take, explain, may)
-    return [
+    Whoever looks is let go within a second once `is_ending` says so, so that nobody waits for streams to end.
+    """
+    dashboard = _Dashboard(take, explain, may, is_ending)
+    routes = [
         Route("/dashboard/", dashboard.redirect, methods=["GET"]),
         Route(PATH, dashboard.page, methods=["GET"]),
         Route(f"{PATH}/static/{{name}}", dashboard.asset, methods=["GET"]),
@@ -79,15 +83,17 @@ def dashboard_routes(take: Take, explain: Explain | None = None, may: May = _eve
         Route(f"{PATH}/events", dashboard.events, methods=["GET"]),
         Route(f"{PATH}/explain", dashboard.explain, methods=["POST"]),
     ]
+    return Starlette(routes=routes)
 
 
 class _Dashboard:
     """Owns the picture that all viewers of one second share."""
 
-    def __init__(self, take: Take, explain: Explain | None, may: May) -> None:
+    def __init__(self, take: Take, explain: Explain | None, may: May, is_ending: Callable[[], bool]) -> None:
         self._take = take
         self._explain = explain
         self._may = may
+        self._is_ending = is_ending
         self._static = resources.files("router") / "static"
         self._own_styles: bytes | None = None
         self._num_viewers = 0
@@ -130,7 +136,7 @@ class _Dashboard:
         """The whole picture at once, then a new one each second; its history is told in the first one only."""
         if (refused := await self._may(request)) is not None:
             return refused
-        if self._num_viewers >= _MAX_VIEWERS:
+        if self._num_viewers >= _MAX_VIEWERS or self._is_ending():
             return Response(status_code=503, headers={**_uncached(), "Retry-After": "5"})
         return StreamingResponse(self._stream(), media_type="text/event-stream", headers=_uncached())
 
@@ -156,7 +162,7 @@ class _Dashboard:
         self._num_viewers += 1
         try:
             yield f"retry: {_RETRY_MS}\ndata: ".encode() + _encoded(await self._take(True)) + b"\n\n"
-            while True:
+            while not self._is_ending():
                 await asyncio.sleep(_INTERVAL_S)
                 yield b"data: " + await self._shared() + b"\n\n"
         finally:

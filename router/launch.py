@@ -32,6 +32,7 @@ from shared.directory.embedded import EmbeddedStore
 from shared.errors import ConfigError, DirectoryUnavailable, EngineError, NoWorker
 from shared.hashing import parity_key
 from shared.telemetry import Metrics
+from shared.telemetry_ray import keep_in_ray
 from shared.transport.base import OnChange, WorkerClient
 from shared.transport.client import connect_worker
 from shared.types import CacheScheme, RouterId, WorkerId, WorkerInfo
@@ -237,6 +238,9 @@ async def _enter_router(
         tracing=tracing,
     )
     await stack.enter_async_context(router)
+    if not is_observer:
+        in_ray = asyncio.create_task(keep_in_ray(router.metrics, {"router": router_id}), name="ray-metrics")
+        stack.callback(in_ray.cancel)
     missing = {info.worker for info in infos} - set(router.fleet.worker_to_instance)
     if len(missing) == len(infos):
         raise NoWorker(f"no connection to the workers {', '.join(sorted(missing))}")

@@ -79,12 +79,13 @@ def make_front(
         render_metrics=router.render_metrics,
     )
     limits = Limits(max_body_bytes=max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * serving.max_model_len_tokens))
-    mounts = {"dashboard": _dashboard(serving), **(mounts or {})}
+    mounts = {"dashboard": _dashboard(serving, lambda: front.is_draining), **(mounts or {})}
     # What must be told apart is drawn by the system, not from the seed: two servers may have the same.
-    return Front(backend, ring, name=secrets.token_hex(6), limits=limits, mounts=mounts)
+    front = Front(backend, ring, name=secrets.token_hex(6), limits=limits, mounts=mounts)
+    return front
 
 
-def _dashboard(serving: Serving) -> App:
+def _dashboard(serving: Serving, is_ending: Callable[[], bool]) -> App:
     viewpoint = Viewpoint(serving.router)
 
     async def take(with_history: bool) -> Overview:
@@ -97,7 +98,7 @@ def _dashboard(serving: Serving) -> App:
         )
         return (await explain(serving.router, token_ids, salt=prompt.salt)).to_json()
 
-    return dashboard_app(take, explained)
+    return dashboard_app(take, explained, is_ending=is_ending)
 
 
 async def serve_until_told(front: Front, sockets: Sequence[socket.socket], drain_timeout_s: float, say: Say) -> bool:

@@ -12,13 +12,12 @@ import random
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 import uvicorn
-from starlette.applications import Starlette
 
-from router.dashboard import dashboard_routes
+from router.dashboard import dashboard_app
 from router.overview import BatchJob, Viewpoint
 from router.policies import make_policy
 from router.requests import GenerateRequest, RequestTrace
@@ -52,6 +51,14 @@ class _Slot:
     publisher: Publisher
 
 
+class _Server(uvicorn.Server):
+    """A server whose signals are its owner's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 @dataclass(slots=True)
 class Rig:
     """Simulated workers behind real hosts, one router, one dashboard."""
@@ -60,6 +67,7 @@ class Rig:
     worker_to_slot: dict[WorkerId, _Slot] = field(default_factory=dict)
     router: Router | None = None
     url: str = ""
+    server: uvicorn.Server | None = None
     num_started: int = 0
     num_requests: int = 0
     began_at: float = field(default_factory=time.time)
@@ -105,6 +113,13 @@ class Rig:
         await slot.publisher.stop()
         await slot.host.close()
         await slot.engine.close()
+
+    def stop_server(self) -> None:
+        """End all connections, those that stream included."""
+        assert self.server is not None
+        self.server.should_exit = self.server.force_exit = True
+        for connection in list(self.server.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
 
     def jobs(self) -> list[BatchJob]:
         """Two made-up ones, which the page is to show."""
@@ -188,18 +203,18 @@ async def rig(num_workers: int = 4, *, port: int = 0, rate_per_s: float = 8.0, s
             )
         )
         viewpoint = Viewpoint(built.router, built.jobs)
-        routes = dashboard_routes(lambda with_history: viewpoint.take(with_history=with_history))
+        app = dashboard_app(lambda with_history: viewpoint.take(with_history=with_history))
         listening = socket.create_server(("127.0.0.1", port))
-        server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="warning", lifespan="off"))
-        server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
+        server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         serving = asyncio.create_task(server.serve([listening]))
         load = asyncio.create_task(built.offer_load(rate_per_s, rng))
         built.url = f"http://127.0.0.1:{listening.getsockname()[1]}/dashboard"
+        built.server = server
         try:
             yield built
         finally:
             load.cancel()
-            server.should_exit = server.force_exit = True
+            built.stop_server()
             await asyncio.gather(load, serving, return_exceptions=True)
     for name in list(built.worker_to_slot):
         await built.stop_worker(name)
