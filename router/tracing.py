@@ -58,65 +58,92 @@ class Tracing:
 
         caller = self._propagator.extract({_TRACEPARENT: request.traceparent} if request.traceparent else {})
         began_at_s = trace.received_at_s if trace.accepted_at_s is None else trace.accepted_at_s
-        trace.span = self._tracer.start_span(
-            "request", context=caller, kind=SpanKind.SERVER, start_time=_wall_ns(began_at_s)
-        )
+        clock = _WallClock()
+        span = self._tracer.start_span("request", context=caller, kind=SpanKind.SERVER, start_time=clock.ns(began_at_s))
+        trace.span = _Recording(self._tracer, span, clock)
         carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, set_span_in_context(trace.span))
+        self._propagator.inject(carrier, set_span_in_context(span))
         return replace(request, traceparent=carrier.get(_TRACEPARENT, request.traceparent))
 
     def end(self, request: GenerateRequest, trace: RequestTrace, outcome: str) -> None:
         """Close the request's span, and record what happened in it. Modifies the trace."""
-        from opentelemetry.trace import Status, StatusCode, set_span_in_context
-
-        span, trace.span = trace.span, None
-        if span is None:
-            return
-        if span.is_recording():
-            inside = set_span_in_context(span)
-            if trace.accepted_at_s is not None:
-                self._record("tokenise", trace.accepted_at_s, trace.received_at_s, inside)
-            for number, attempt in enumerate(trace.attempts, 1):
-                self._record_attempt(attempt, number, trace, inside)
-            if not trace.attempts or trace.num_attempts > len(trace.attempts):
-                self._record("queue", trace.received_at_s, trace.finished_at_s, inside)
-            span.set_attributes(_attributes(request, trace, outcome))
-            if trace.error is not None:
-                span.set_status(Status(StatusCode.ERROR, trace.error))
-        span.end(_wall_ns(trace.finished_at_s))
+        recording, trace.span = trace.span, None
+        if recording is not None:
+            recording.end(request, trace, outcome)
 
     async def close(self) -> None:
         """Send what is left."""
         await asyncio.to_thread(self._provider.shutdown)
 
-    def _record_attempt(self, attempt: Attempt, number: int, trace: RequestTrace, inside: Any) -> None:
-        """Spans of one worker's turn; those after the first stand below one that says why there was another."""
+
+class _WallClock:
+    """Moments of the loop's clock as nanoseconds of the epoch, the same way for all spans of a request."""
+
+    def __init__(self) -> None:
+        self._epoch_ns = time.time_ns() - int(asyncio.get_running_loop().time() * 1e9)
+
+    def ns(self, at_s: float) -> int:
+        return self._epoch_ns + int(at_s * 1e9)
+
+
+class _Recording:
+    """The open span of one request."""
+
+    def __init__(self, tracer: Any, span: Any, clock: _WallClock) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._clock = clock
+
+    def end(self, request: GenerateRequest, trace: RequestTrace, outcome: str) -> None:
+        """Close it, with those of what happened below it."""
+        from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
+        assert trace.finished_at_s is not None, "a request that ends has finished"
+        if self._span.is_recording():
+            inside = set_span_in_context(self._span)
+            if trace.accepted_at_s is not None:
+                self._record("tokenise", trace.accepted_at_s, trace.received_at_s, inside)
+            for number, attempt in enumerate(trace.attempts, 1):
+                self._record_attempt(attempt, number, trace.finished_at_s, inside)
+            if not trace.attempts:
+                self._record("queue", trace.received_at_s, trace.finished_at_s, inside)
+            self._span.set_attributes(_attributes(request, trace, outcome))
+            if trace.error is not None:
+                self._span.set_status(Status(StatusCode.ERROR, trace.error))
+        self._span.end(self._clock.ns(trace.finished_at_s))
+
+    def _record_attempt(self, attempt: Attempt, number: int, finished_at_s: float, inside: Any) -> None:
+        """Spans of one worker's turn; those after the first stand below one that tells of the failover."""
         from opentelemetry.trace import set_span_in_context
 
-        ended_at_s = trace.finished_at_s if attempt.ended_at_s is None else attempt.ended_at_s
+        ended_at_s = finished_at_s if attempt.ended_at_s is None else attempt.ended_at_s
+        worker = {"kvroute.worker": attempt.worker}
         failover = None
         if number > 1:
-            failover = self._tracer.start_span("failover", context=inside, start_time=_wall_ns(attempt.asked_at_s))
-            failover.set_attributes({"kvroute.attempt": number, "kvroute.worker": attempt.worker})
+            failover = self._tracer.start_span(
+                "failover",
+                context=inside,
+                start_time=self._clock.ns(attempt.asked_at_s),
+                attributes={**worker, "kvroute.attempt": number},
+            )
             inside = set_span_in_context(failover)
-        worker = {"kvroute.worker": attempt.worker}
         self._record("match", attempt.asked_at_s, attempt.matched_at_s, inside)
         self._record("queue", attempt.matched_at_s, attempt.weighed_at_s, inside)
         self._record("rank", attempt.weighed_at_s, attempt.bound_at_s, inside, worker)
         first_token_at_s = attempt.first_token_at_s
-        prefilled_at_s = ended_at_s if first_token_at_s is None else first_token_at_s
-        is_broken_before = attempt.error if first_token_at_s is None else None
-        self._record("prefill", attempt.bound_at_s, prefilled_at_s, inside, worker, is_broken_before)
-        if first_token_at_s is not None:
+        if first_token_at_s is None:
+            self._record("prefill", attempt.bound_at_s, ended_at_s, inside, worker, attempt.error)
+        else:
+            self._record("prefill", attempt.bound_at_s, first_token_at_s, inside, worker)
             self._record("decode", first_token_at_s, ended_at_s, inside, worker, attempt.error)
         if failover is not None:
-            failover.end(_wall_ns(ended_at_s))
+            failover.end(self._clock.ns(ended_at_s))
 
     def _record(
         self,
         name: str,
         began_at_s: float,
-        ended_at_s: float | None,
+        ended_at_s: float,
         inside: Any,
         attributes: Mapping[str, str] | None = None,
         error: str | None = None,
@@ -124,11 +151,11 @@ class Tracing:
         from opentelemetry.trace import Status, StatusCode
 
         span = self._tracer.start_span(
-            name, context=inside, start_time=_wall_ns(began_at_s), attributes=dict(attributes or {})
+            name, context=inside, start_time=self._clock.ns(began_at_s), attributes=dict(attributes or {})
         )
         if error is not None:
             span.set_status(Status(StatusCode.ERROR, error))
-        span.end(_wall_ns(began_at_s if ended_at_s is None else max(began_at_s, ended_at_s)))
+        span.end(self._clock.ns(max(began_at_s, ended_at_s)))
 
 
 def _attributes(request: GenerateRequest, trace: RequestTrace, outcome: str) -> dict[str, str | int]:
@@ -145,12 +172,6 @@ def _attributes(request: GenerateRequest, trace: RequestTrace, outcome: str) -> 
     if trace.worker is not None:
         told["kvroute.worker"] = trace.worker
     return told
-
-
-def _wall_ns(at_s: float | None) -> int:
-    """A moment of the loop's clock as nanoseconds of the epoch."""
-    now_s = asyncio.get_running_loop().time()
-    return time.time_ns() - (0 if at_s is None else int((now_s - at_s) * 1e9))
 
 
 def _missing() -> ConfigError:
