@@ -13,6 +13,8 @@ from rich.text import Text
 
 _PLAIN_WIDTH = 110
 _SHOWN_DECISIONS = 8
+_SHOWN_ID_CHARS = 18
+"""The end of a request's id, where ids differ."""
 _BAR_CHARS = 24
 _POOL = (
     ("pinned", "#", "magenta"),
@@ -27,7 +29,9 @@ _GOOD_STATES = ("ready",)
 
 def picture(state: Mapping[str, Any]) -> RenderableType:
     """An `Overview` as `to_json` gives it, as tables."""
-    parts: list[RenderableType] = [_head(state), *(_flag(flag) for flag in state["flags"]), "", _workers(state)]
+    legend = "  ".join(f"{mark} {kind}" for kind, mark, _ in _POOL).replace("running", "in use")
+    flags = [_flag(flag) for flag in state["flags"]]
+    parts: list[RenderableType] = [_head(state), *flags, "", _workers(state), Text(legend, style="bright_black")]
     if state["groups"]:
         parts += ["", _groups(state)]
     if state["decisions"]:
@@ -67,22 +71,33 @@ def _flag(flag: Mapping[str, str]) -> Text:
     return Text(f"! {flag['name']}: {flag['text']}", style="bold yellow")
 
 
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str | Text]], *, right: Sequence[str] = (), cut: str = ""
+) -> Table:
+    """A table that is as wide as it must be; where that is too wide, the column `cut` alone is cut."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", no_wrap=True, overflow="ellipsis")
+    for column, name in enumerate(head):
+        widest = max(len(name), *(len(row[column]) for row in rows)) if rows else len(name)
+        made.add_column(
+            name,
+            justify="right" if name in right else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=None if name == cut else widest,
+        )
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
 def _workers(state: Mapping[str, Any]) -> Table:
-    legend = " ".join(f"{mark} {kind}" for kind, mark, _ in _POOL).replace("running", "in use")
-    numbers = ("running", "waiting", "hit rate", "requests", "age")
-    made = _table("worker", "state", "running", "waiting", f"KV blocks ({legend})", *numbers[2:], right=numbers)
-    for worker in state["workers"]:
-        word = worker["state"] if worker["is_cache_aware"] else f"{worker['state']}, not cache-aware"
-        made.add_row(
+    rows: list[Sequence[str | Text]] = [
+        (
             worker["worker"],
-            Text(word, style="green" if worker["state"] in _GOOD_STATES else "bold yellow"),
+            Text(
+                worker["state"] if worker["is_cache_aware"] else f"{worker['state']}, not cache-aware",
+                style="green" if worker["state"] in _GOOD_STATES else "bold yellow",
+            ),
             _of(worker["num_running"], worker["max_num_seqs"]),
             _count(worker["num_waiting"]),
             _bar(worker["kv_blocks"], worker["kv_total_blocks"]),
@@ -90,7 +105,10 @@ def _workers(state: Mapping[str, Any]) -> Table:
             _count(worker["num_requests"]),
             _time(worker["status_age_s"]),
         )
-    return made
+        for worker in state["workers"]
+    ]
+    head = ("worker", "state", "running", "waiting", "KV blocks", "hit rate", "requests", "status")
+    return _table(head, rows, right=("running", "waiting", "hit rate", "requests", "status"))
 
 
 def _bar(blocks: Mapping[str, int] | None, num_blocks: int) -> Text:
@@ -109,45 +127,50 @@ def _bar(blocks: Mapping[str, int] | None, num_blocks: int) -> Text:
 
 
 def _groups(state: Mapping[str, Any]) -> Table:
-    made = _table("hot prefix", "tokens", "req/min", "held by", right=("tokens", "req/min"))
-    for group in state["groups"]:
-        held = group["worker_to_blocks"]
-        holders = (
-            "unknown"
-            if held is None
-            else "  ".join(
-                f"{worker} {_share(num_blocks / group['num_blocks'])}"
-                for worker, num_blocks in sorted(held.items(), key=lambda pair: -pair[1])
-            )
+    rows = [
+        (
+            group["name"],
+            _count(group["num_tokens"]),
+            _figure(group["requests_per_min"], 0),
+            _holders(group["worker_to_blocks"], group["num_blocks"]),
         )
-        made.add_row(
-            group["name"], _count(group["num_tokens"]), _figure(group["requests_per_min"], 0), holders or "nobody"
-        )
-    return made
+        for group in state["groups"]
+    ]
+    return _table(("hot prefix", "tokens", "req/min", "held by"), rows, right=("tokens", "req/min"), cut="held by")
+
+
+def _holders(worker_to_blocks: Mapping[str, int] | None, num_blocks: int) -> str:
+    if worker_to_blocks is None:
+        return "unknown"
+    most_first = sorted(worker_to_blocks.items(), key=lambda pair: -pair[1])
+    return "  ".join(f"{worker} {_share(held / num_blocks)}" for worker, held in most_first) or "nobody"
 
 
 def _decisions(state: Mapping[str, Any]) -> Table:
-    numbers = ("from cache", "held", "first token")
-    made = _table("time", "request", "worker", *numbers, "why", right=numbers)
+    rows = []
     for decision in state["decisions"][:_SHOWN_DECISIONS]:
         cached = decision["cached_tokens"]
-        made.add_row(
-            time.strftime("%H:%M:%S", time.localtime(decision["decided_at"])),
-            decision["request"],
-            decision["worker"],
-            _of(decision["matched_tokens"] if cached is None else cached, decision["num_prompt_tokens"]),
-            _time(decision["waited_s"]),
-            _time(decision["ttft_s"]),
-            decision["why"],
+        rows.append(
+            (
+                time.strftime("%H:%M:%S", time.localtime(decision["decided_at"])),
+                decision["request"][-_SHOWN_ID_CHARS:],
+                decision["worker"],
+                _of(decision["matched_tokens"] if cached is None else cached, decision["num_prompt_tokens"]),
+                _time(decision["waited_s"]),
+                _time(decision["ttft_s"]),
+                decision["why"],
+            )
         )
-    return made
+    head = ("time", "request", "worker", "from cache", "held", "TTFT", "why")
+    return _table(head, rows, right=("from cache", "held", "TTFT"), cut="why")
 
 
 def _jobs(state: Mapping[str, Any]) -> Table:
-    made = _table("batch job", "state", "rows", "failed", right=("rows", "failed"))
-    for job in state["jobs"]:
-        made.add_row(job["id"], job["state"], _of(job["num_done"], job["num_rows"]), _count(job["num_failed"]))
-    return made
+    rows = [
+        (job["id"], job["state"], _of(job["num_done"], job["num_rows"]), _count(job["num_failed"]))
+        for job in state["jobs"]
+    ]
+    return _table(("batch job", "state", "rows", "failed"), rows, right=("rows", "failed"), cut="batch job")
 
 
 def _count(value: int | None) -> str:

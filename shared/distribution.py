@@ -8,7 +8,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 _GROWTH = 1.15
-"""Of the finer bounds between buckets: a percentile is off by a fourteenth at most."""
+"""Of the finer bounds between buckets: a percentile is off by a seventh at most."""
+_BELOW = 100.0
+"""How far the finer bounds go below the lowest bucket: a fast engine's tokens are all in that one."""
 
 
 class Distribution:
@@ -20,7 +22,7 @@ class Distribution:
 
     def __init__(self, buckets: Sequence[float], *, is_fine: bool = True) -> None:
         self.buckets = tuple(buckets)
-        grid = _grid(self.buckets[0], self.buckets[-1]) if is_fine else []
+        grid = _grid(self.buckets[0] / _BELOW, self.buckets[-1]) if is_fine else []
         self.bounds = tuple(sorted({*self.buckets, *grid}))
         self.counts = [0] * (len(self.bounds) + 1)
         """By bound that a value is not over; the last one's are over all."""
