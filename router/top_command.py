@@ -53,7 +53,7 @@ async def run_explain(
     settings: Settings, run: runfile.Run | None, own: Mapping[str, Any], prompt: Prompt, say: Say
 ) -> Mapping[str, Any]:
     """What the front, or a router like it, would decide about a prompt now."""
-    url = own["url"] or _default_url(settings)
+    url = _base_url(own["url"], settings)
     body: dict[str, Any] = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
     try:
         return await _ask(f"{url}/dashboard/explain", settings, {**body, "cache_salt": prompt.salt})
@@ -71,8 +71,10 @@ async def run_explain(
 
 @contextlib.asynccontextmanager
 async def _looking(settings: Settings, run: runfile.Run | None, url: str | None, say: Say) -> AsyncIterator[Look]:
+    base = _base_url(url, settings)
+
     async def by_http() -> Mapping[str, Any]:
-        return await _ask(f"{url or _default_url(settings)}/dashboard/snapshot.json", settings)
+        return await _ask(f"{base}/dashboard/snapshot.json", settings)
 
     try:
         await by_http()
@@ -112,15 +114,18 @@ async def _live(look: Look) -> None:
             live.update(picture(await look()), refresh=True)
 
 
-def _default_url(settings: Settings) -> str:
+def _base_url(url: str | None, settings: Settings) -> str:
+    """Where to ask: what was given, or where `serve` listens by these settings."""
+    if url is not None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url: {url!r} is no http:// or https:// URL")
+        return url.rstrip("/")
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"http://{host}:{settings.port}"
 
 
 async def _ask(url: str, settings: Settings, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     """A front's answer. Raises `_NobodyThere` where there is no front, `KvrouteError` where it refuses."""
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: {url!r} is no http:// or https:// URL")
     headers = {"Content-Type": "application/json"}
     if settings.api_key.get_secret_value():
         headers["Authorization"] = f"Bearer {settings.api_key.get_secret_value()}"
