@@ -52,6 +52,9 @@ class Placement:
     matched_tokens: int
     expected_output_tokens: int
     ranking: Ranking
+    matched_at_s: float
+    weighed_at_s: float
+    """When the directory had first answered, and when the deciding began that led to this."""
 
 
 class Binder:
@@ -99,6 +102,7 @@ class Binder:
         self._is_pass_due = False
         self._has_unseen = False
         """Whether the last pass left out requests that do not wait for a worker that it has found busy."""
+        self._weighed_at_s = 0.0
         self._is_loading_ahead = False
         """Whether a request has come since loads were last taken for the next one."""
         self._matching: set[asyncio.Task[None]] = set()
@@ -142,6 +146,7 @@ class Binder:
 
     def _decide(self, newcomer: Held | None = None) -> None:
         """Bind whoever can be bound now, most urgent first; with a newcomer only that one: nothing else is new."""
+        self._weighed_at_s = self._clock()
         try:
             self._hints.expire()
             if newcomer is None:
@@ -160,7 +165,7 @@ class Binder:
                 return
             if newcomer is not None:
                 # Who comes first waits for nobody; behind others there may be no worker that is worth a look.
-                if len(self._table) == 1 or self._is_ready(loads, self._fleet_state(loads), self._clock()).any():
+                if len(self._table) == 1 or self._is_ready(loads, self.fleet_state(loads), self._clock()).any():
                     self._weigh_one(loads, newcomer)
             elif self._policy.is_late_binding:
                 self._weigh_all(loads)
@@ -177,7 +182,7 @@ class Binder:
         assert held.row is not None, "what is weighed is in the table"
         rows = slice(held.row, held.row + 1)
         requests = self._table.requests(rows, self._clock())
-        costs = self._policy.costs(requests, loads, self._fleet_state(loads), self._rng)
+        costs = self._policy.costs(requests, loads, self.fleet_state(loads), self._rng)
         if self._column_to_reserved or held.excluded:
             costs = self._barred(costs, np.array([held.row]))
         column = int(costs.best(loads)[0])
@@ -189,7 +194,7 @@ class Binder:
     def _weigh_all(self, loads: Loads) -> None:
         """Bind all requests that may be sent now, the most urgent first, as far as one pass looks."""
         now_s = self._clock()
-        fleet = self._fleet_state(loads)
+        fleet = self.fleet_state(loads)
         is_ready = self._is_ready(loads, fleet, now_s)
         if not is_ready.any():
             self._ask_again(np.arange(len(self._table)))
@@ -225,7 +230,7 @@ class Binder:
                 self._bind(held, loads.workers[column], Ranking.of_row(costs, loads, requests, at, column))
                 bound.append(held)
                 loads = self._fleet.loads()
-                fleet = self._fleet_state(loads)
+                fleet = self.fleet_state(loads)
                 is_ready = self._is_ready(loads, fleet, now_s)
                 weighed = None
             else:
@@ -307,7 +312,16 @@ class Binder:
         self._on_bound()
         promise = self._hints.promise(worker, held.keys)
         held.placed.set_result(
-            Placement(held.request, booking, promise, matched_tokens, held.expected_output_tokens, ranking)
+            Placement(
+                held.request,
+                booking,
+                promise,
+                matched_tokens,
+                held.expected_output_tokens,
+                ranking,
+                held.matched_at_s,
+                self._weighed_at_s,
+            )
         )
 
     # What the table shows of the world.
@@ -353,7 +367,8 @@ class Binder:
             self._renew_credit(held)
             self._on_change()
 
-    def _fleet_state(self, loads: Loads) -> FleetState:
+    def fleet_state(self, loads: Loads) -> FleetState:
+        """The running means, in the seconds of these workers."""
         return self._means.fleet_state(
             loads,
             backlog_tokens=self._table.total_own_tokens,

@@ -57,6 +57,7 @@ _ROUTER_FLAGS = (
     ("queue-timeout-s", "S", "Longest time that a request is held."),
     ("max-attempts", "N", "Workers that a request is tried on."),
     ("request-log", "FILE", "Where a line for each answered request goes, for replay: block hashes, no text."),
+    ("otlp-endpoint", "URL", "OTLP collector that traces go to, as http://HOST:4318; default: none."),
 )
 _DIRECTORY_FLAGS = (
     ("redis-url", "URL", "Store of the directory; default: an embedded server."),
@@ -171,6 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_command(commands, "down", "end what `up` started", (("general", _COMMON_FLAGS),))
     status = _add_command(commands, "status", "show the workers that `up` started", (("general", _COMMON_FLAGS),))
     status.add_argument("--json", action="store_true", help="Print one JSON line.")
+    _add_looking_commands(commands)
     _add_scale_commands(commands)
     _add_pin_commands(commands)
     _add_directory_commands(commands)
@@ -209,6 +211,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--json", action="store_true", help="Print one JSON line.")
     return parser
+
+
+def _add_looking_commands(commands: Any) -> None:
+    names = ("host", "port", "api-key")
+    groups = (
+        ("server", tuple(flag for flag in _SERVER_FLAGS if flag[0] in names)),
+        ("general", _COMMON_FLAGS),
+    )
+    top = _add_command(commands, "top", "show live what a router does", groups)
+    top.add_argument("--once", action="store_true", help="Show it once and end.")
+    explain = _add_command(commands, "explain", "tell where a prompt would go now, and why", groups)
+    explain.add_argument("--messages", type=Path, metavar="FILE", help="Messages of a chat, as a JSON array.")
+    explain.add_argument("--file", type=Path, metavar="PROMPT", help="A plain prompt, as of a completion.")
+    explain.add_argument("--cache-salt", metavar="SALT", help="Salt of the requests with this prompt.")
+    for command in (top, explain):
+        command.add_argument("--url", metavar="URL", help="Front to ask; default: that at --host and --port.")
+        command.add_argument("--json", action="store_true", help="Print JSON lines.")
 
 
 def _add_scale_commands(commands: Any) -> None:

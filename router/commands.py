@@ -20,8 +20,7 @@ from router.policies import make_policy
 from router.prompts import prompt_tokens, read_prompt
 from router.requests import ServiceClass
 from router.serving import Say, Serving
-from router.status import deployment_state
-from router.tables import or_dash
+from router.status import deployment_state, status_text
 from router.tokenizer import Tokenizer
 from router.workers import find_workers, serving_of, with_run
 from shared.config import Settings
@@ -167,6 +166,25 @@ async def _down(call: Invocation) -> int:
     return EXIT_OK
 
 
+async def _top(call: Invocation) -> int:
+    from router.top_command import run_top
+
+    run = runfile.alive(call.run_dir)
+    await run_top(with_run(call.settings, run), run, call.own, call.say, call.show)
+    return EXIT_OK
+
+
+async def _explain(call: Invocation) -> int:
+    from router.explain import explanation_text
+    from router.top_command import run_explain
+
+    prompt = await asyncio.to_thread(read_prompt, call.own)
+    run = runfile.alive(call.run_dir)
+    state = await run_explain(with_run(call.settings, run), run, call.own, prompt, call.say)
+    call.show(json.dumps(state) if call.own["json"] else explanation_text(state))
+    return EXIT_OK
+
+
 async def _scale(call: Invocation) -> int:
     num_workers = _count("scale", call.own["num_workers"], "workers", 4096, "; `kvroute down` ends all workers")
     run = await deployment.scale(call.run_dir, num_workers, call.settings, call.say)
@@ -194,7 +212,7 @@ async def _status(call: Invocation) -> int:
         call.say("nothing is running; `kvroute up` starts workers")
         return EXIT_FAILURE
     state = await deployment_state(run, with_run(call.settings, run))
-    call.show(json.dumps(state) if call.own["json"] else _status_text(state))
+    call.show(json.dumps(state) if call.own["json"] else status_text(state))
     return EXIT_OK if state["is_running"] else EXIT_FAILURE
 
 
@@ -309,6 +327,8 @@ _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "serve": _serve,
     "up": _up,
     "down": _down,
+    "top": _top,
+    "explain": _explain,
     "scale": _scale,
     "drain": _drain,
     "status": _status,
@@ -333,21 +353,3 @@ def summary_line(report: BatchReport, output: Path) -> str:
         f"{share:.0%} of {report.prompt_tokens} prompt tokens from cache; "
         f"{report.tokens_per_s:.0f} tokens/s in {report.wall_s:.1f} s; results in {output}"
     )
-
-
-def _status_text(state: Mapping[str, Any]) -> str:
-    """The state of a deployment as a table."""
-    lines = [f"model {state['model']}, KV blocks of {state['block_size']} tokens, store {state['store']}"]
-    lines.append(
-        f"{'worker':<12} {'state':<12} {'running':>7} {'waiting':>7} {'KV blocks':>12} {'cached':>7} "
-        f"{'pinned':>9}  engine"
-    )
-    for worker in state["workers"]:
-        pinned = f"{or_dash(worker['num_pinned_blocks'])}/{or_dash(worker['pin_budget_blocks'])}"
-        used = f"{or_dash(worker['kv_used_blocks'])}/{or_dash(worker['kv_total_blocks'])}"
-        lines.append(
-            f"{worker['worker']:<12} {worker['state']:<12} {or_dash(worker['num_running']):>7} "
-            f"{or_dash(worker['num_waiting']):>7} {used:>12} {or_dash(worker['num_resident_blocks']):>7} "
-            f"{pinned:>9}  {worker['engine'] or '-'}"
-        )
-    return "\n".join(lines)

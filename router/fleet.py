@@ -11,6 +11,7 @@ from functools import partial
 
 from router.bookings import Booking
 from router.loads import Fixed, LoadTable, column_of
+from router.members import Member
 from router.membership import STATES, Membership
 from router.policies.base import Loads
 from router.suspicion import Suspicion
@@ -128,6 +129,14 @@ class Fleet:
         now = self._clock()
         states = Counter(self._state(member, now) for member in self._members.values())
         return {state: states[state] for state in STATES}
+
+    def members(self) -> list[Member]:
+        """Every worker, by id, for whoever watches. Does not modify."""
+        now_s = self._clock()
+        return [
+            member.seen(self._state(member, now_s), is_home=worker in self._homes)
+            for worker, member in sorted(self._members.items())
+        ]
 
     def _state(self, member: Membership, now_s: float) -> str:
         return member.state_at(now_s, is_suspected=self._suspicion.is_open(member.client.instance))
@@ -266,16 +275,6 @@ class Fleet:
     def note_finished(self, booking: Booking) -> None:
         """A request came to its end: what spoke against the worker is void, unless it waits for a probe. Modifies."""
         self._suspicion.note_finished(booking.instance)
-
-    @property
-    def cache_unaware(self) -> list[WorkerId]:
-        """Members that are used, but not for their caches."""
-        return sorted(worker for worker, member in self._members.items() if not member.is_cache_aware)
-
-    @property
-    def hints_only(self) -> list[WorkerId]:
-        """Members that tell nobody what they hold: of their caches this router knows what it has just sent there."""
-        return sorted(worker for worker, member in self._members.items() if not member.record.info.tells_blocks)
 
     async def refresh(self) -> None:
         """Bring membership in line with the directory and with the connections that stand. Modifies."""

@@ -34,6 +34,8 @@ class Held:
     """Workers that have failed it."""
     placed: asyncio.Future[Any]
     worker_to_match: Mapping[WorkerId, Match] = field(default_factory=dict)
+    matched_at_s: float = 0.0
+    """When the directory had answered for the first time."""
     row: int | None = None
     """Its place in the table, if it is there."""
     lane: int = 0

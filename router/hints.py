@@ -48,6 +48,9 @@ class Hints:
         self._live: set[Promise] = set()
         self._settled: deque[tuple[float, Promise]] = deque()
         self.on_change: OnChange | None = None
+        self.num_promised = 0
+        self.num_withdrawn = 0
+        """Promises that ended, those included whose time was over."""
 
     def __len__(self) -> int:
         """Number of promises that count now."""
@@ -58,6 +61,7 @@ class Hints:
         """Count `keys` as held by `worker` from now on. Modifies."""
         promise = Promise(worker, keys)
         self._live.add(promise)
+        self.num_promised += 1
         if keys:
             bit = self._bit_of(worker)
             self._worker_to_num_promises[worker] += 1
@@ -82,6 +86,7 @@ class Hints:
         if promise not in self._live:
             return
         self._live.discard(promise)
+        self.num_withdrawn += 1
         if not promise.keys:
             return
         worker = promise.worker

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 
@@ -219,6 +219,7 @@ class Front:
             allowance.give_back()
 
     async def _answer(self, call: Call, caller: Caller, parsed: ParsedRequest) -> None:
+        accepted_at_s = asyncio.get_running_loop().time()
         self._check_workers()
         backend = self._backend
         kind = "chatcmpl" if parsed.endpoint is Endpoint.CHAT else "cmpl"
@@ -231,6 +232,11 @@ class Front:
             salt=caller.salted(parsed.cache_salt),
             tenant=caller.tenant or parsed.user or "",
         )
+        traceparent = call.headers.get(b"traceparent", b"").decode("latin-1")
+        for answer in answers:
+            answer.trace.accepted_at_s = accepted_at_s
+            if traceparent:
+                answer.request = replace(answer.request, traceparent=traceparent)
         if parsed.is_streamed:
             await self._stream(call, parsed, name, answers)
             return

@@ -186,7 +186,8 @@ class Call:
                 (b"retry-after", b"%d" % math.ceil(wait_s)),
             ]
         if isinstance(error, Unauthorized):
-            headers.append((b"www-authenticate", b'Bearer realm="kvroute"'))
+            # Browsers ask their user for a password, and show it from then on: that is how the dashboard is let in.
+            headers.append((b"www-authenticate", b'Bearer realm="kvroute", Basic realm="kvroute"'))
         if isinstance(error, (BodyTooLarge, RequestTimeout)):
             # What is left of the body is not to be waited for.
             headers.append((b"connection", b"close"))

@@ -27,6 +27,7 @@ from router.request_log import RequestLog
 from router.service import Router
 from router.serving import Say, Serving
 from router.tokenizer import Tokenizer
+from router.tracing import Tracing
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import Directory, WorkerRecord
@@ -34,6 +35,7 @@ from shared.directory.embedded import EmbeddedStore
 from shared.errors import ConfigError, DirectoryUnavailable, EngineError, NoWorker
 from shared.hashing import parity_key
 from shared.telemetry import Metrics
+from shared.telemetry_ray import keep_in_ray
 from shared.transport.base import OnChange, WorkerClient
 from shared.transport.client import connect_worker
 from shared.types import CacheScheme, RouterId, WorkerId, WorkerInfo
@@ -87,15 +89,17 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
 
 
 @contextlib.asynccontextmanager
-async def attached(run: runfile.Run, settings: Settings, say: Say) -> AsyncIterator[Serving]:
-    """Serve over the workers of a running `kvroute up`."""
+async def attached(
+    run: runfile.Run, settings: Settings, say: Say, *, is_observer: bool = False
+) -> AsyncIterator[Serving]:
+    """Serve over the workers of a running `kvroute up`; an observer does not count as one of their routers."""
     model_folder = await prepare_model_folder(settings, say)
     async with contextlib.AsyncExitStack() as stack:
         records = await live_workers(run, settings)
         infos = tuple(record.info for record in records)
         if not infos:
             raise NoWorker("`kvroute up` is running, but none of its workers is alive; see `kvroute status`")
-        yield await _enter_router(stack, settings, run, model_folder, infos, {}, None)
+        yield await _enter_router(stack, settings, run, model_folder, infos, {}, None, is_observer=is_observer)
 
 
 async def live_workers(run: runfile.Run, settings: Settings) -> list[WorkerRecord]:
@@ -165,6 +169,8 @@ async def _enter_router(
     infos: tuple[WorkerInfo, ...],
     actors: Mapping[WorkerId, Any],
     store: EmbeddedStore | None,
+    *,
+    is_observer: bool = False,
 ) -> Serving:
     """A router that is connected to all the workers, and will be to those that join them."""
     tokenizer = await asyncio.to_thread(Tokenizer, model_folder, rng=random.Random(settings.seed))
@@ -178,13 +184,16 @@ async def _enter_router(
         return connect_worker(record.info, router_id, secret, on_change=on_change, rng=rng)
 
     request_log = None
-    if settings.request_log is not None:
+    if settings.request_log is not None and not is_observer:
         log = RequestLog(settings.request_log, block_size_tokens=settings.block_size, wall_clock=time.time)
         request_log = await stack.enter_async_context(log)
-
+    tracing = None
+    if settings.otlp_endpoint and not is_observer:
+        tracing = Tracing.to_endpoint(settings.otlp_endpoint)
+        stack.push_async_callback(tracing.close)
     router = Router(
         router_id,
-        await _connect_directory(run.redis_url, settings, reader=router_id),
+        await _connect_directory(run.redis_url, settings, reader="" if is_observer else router_id),
         connect,
         make_policy(settings.policy),
         scheme=scheme,
@@ -199,9 +208,14 @@ async def _enter_router(
         request_log=request_log,
         only=_OwnWorkers(run.worker_tag),
         refresh_s=settings.heartbeat_s,
+        is_observer=is_observer,
+        tracing=tracing,
     )
     tokenizer.expose(router.metrics)
     await stack.enter_async_context(router)
+    if not is_observer:
+        in_ray = asyncio.create_task(keep_in_ray(router.metrics, {"router": router_id}), name="ray-metrics")
+        stack.callback(in_ray.cancel)
     missing = {info.worker for info in infos} - set(router.fleet.worker_to_instance)
     if len(missing) == len(infos):
         raise NoWorker(f"no connection to the workers {', '.join(sorted(missing))}")

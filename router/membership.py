@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from router.bookings import Claims
+from router.members import Member
 from shared.directory.base import WorkerRecord
 from shared.transport.base import WorkerClient
 
@@ -45,6 +46,19 @@ class Membership:
         if self.rest_until_s > now_s:
             return "resting"
         return "silent" if self.client.num_silences else "ready"
+
+    def seen(self, state: str, *, is_home: bool) -> Member:
+        """As whoever watches sees it. Does not modify."""
+        return Member(
+            info=self.record.info,
+            state=state,
+            status=self.client.status,
+            status_age_s=self.client.status_age_s,
+            round_trip_s=self.client.round_trip_s,
+            is_cache_aware=self.is_cache_aware,
+            is_home=is_home,
+            num_bookings=len(self.claims),
+        )
 
     async def disconnect(self) -> None:
         """End probe and connection. Modifies."""

@@ -17,7 +17,7 @@ from router.fleet import Fleet
 from router.held import Held
 from router.hints import Hints
 from router.means import Means
-from router.policies.base import Policy
+from router.policies.base import FleetState, Loads, Policy
 from router.requests import GenerateRequest
 from router.shares import Shares
 from shared.errors import ContextTooLong, NoWorker, Overloaded, QueueFull
@@ -144,6 +144,7 @@ class HoldQueue:
         try:
             if self._policy.is_cache_aware:
                 held.worker_to_match = await self._match(keys)
+            held.matched_at_s = asyncio.get_running_loop().time()
             if self._is_closed:
                 raise NoWorker("the router is closing")
             if not held.placed.done():
@@ -183,6 +184,10 @@ class HoldQueue:
         """A worker did not take a request that is to be placed again: its tenant has not had anything. Modifies."""
         own_tokens = placement.request.num_prompt_tokens - placement.matched_tokens
         self._shares.refund(placement.request, own_tokens, placement.expected_output_tokens)
+
+    def fleet_state(self, loads: Loads) -> FleetState:
+        """What decisions know of requests in general, in this fleet's seconds."""
+        return self._binder.fleet_state(loads)
 
     async def _run(self) -> None:
         while True:

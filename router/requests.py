@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from shared.hashing import TOKEN_SIZE_BYTES
 from shared.types import FinishReason, RequestId, Sampling, WorkerId
@@ -44,6 +45,8 @@ class GenerateRequest:
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     deadline_at_s: float | None = None
     """When its last token must be there at the latest, on the loop's clock; `None` for whenever."""
+    traceparent: str = ""
+    """The caller's span, as W3C Trace Context has it in the header of that name; empty where there is none."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -66,16 +69,38 @@ class Generated:
 
 
 @dataclass(slots=True)
+class Attempt:
+    """One worker's turn with a request. Times are seconds of the loop's clock."""
+
+    worker: WorkerId
+    asked_at_s: float
+    """When it began to look for a worker."""
+    matched_at_s: float
+    """When the directory had answered."""
+    weighed_at_s: float
+    """When the decision began that bound it."""
+    bound_at_s: float
+    first_token_at_s: float | None = None
+    ended_at_s: float | None = None
+    error: str | None = None
+    """Code of the error that ended it."""
+
+
+@dataclass(slots=True)
 class RequestTrace:
     """What happened to one request, filled in by the router as it goes. Times are seconds of the loop's clock.
 
     What is told of tokens and of the first token's time is that of the first token, whoever ends the answer.
     """
 
+    accepted_at_s: float | None = None
+    """When a front took the request, which then parsed and tokenised it; `None` where that is not told."""
     received_at_s: float = 0.0
+    """When the router was handed the request, tokenised."""
     bound_at_s: float | None = None
     """When the request was sent to the worker that answers it."""
     first_token_at_s: float | None = None
+    last_token_at_s: float | None = None
     finished_at_s: float | None = None
     worker: WorkerId | None = None
     matched_tokens: int = 0
@@ -83,6 +108,8 @@ class RequestTrace:
     cached_tokens: int = 0
     """What the engine says its cache gave."""
     num_output_tokens: int = 0
+    possible_tokens: int = 0
+    """What a cache of endless size would have given, as far as this router remembers."""
     num_attempts: int = 0
     num_refusals: int = 0
     """Times that it was sent to a worker which others had reached first, and weighed again."""
@@ -91,3 +118,8 @@ class RequestTrace:
     explain: Callable[[], str] | None = None
     """Gives the decision in words and numbers, when somebody asks."""
     failed_workers: list[WorkerId] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    error: str | None = None
+    """Code of the error that ended it."""
+    span: Any = None
+    """The request's own, where spans are recorded."""

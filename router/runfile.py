@@ -128,6 +128,12 @@ def update_run(run_dir: Path, run: Run) -> None:
     write_run(run_dir, run)
 
 
+def alive(run_dir: Path) -> Run | None:
+    """The deployment that is ready and runs; `None` where there is none."""
+    run = read_run(run_dir)
+    return run if run is not None and run.is_ready and run.is_alive else None
+
+
 def running(run_dir: Path) -> Run:
     """The deployment that stands in the folder. Raises `ConfigError` where none does, or it has died."""
     run = read_run(run_dir)

@@ -17,16 +17,20 @@ from router.deadline import UntilDeadline, least_prefill_s
 from router.fleet import Connect, Fleet
 from router.hints import Hints
 from router.known_keys import KnownKeys
+from router.metrics import expose_router
 from router.policies.base import Policy
 from router.queue import HoldQueue, Placement
 from router.request_log import RequestLog
-from router.requests import Generated, GenerateRequest, RequestTrace
+from router.requests import Attempt, Generated, GenerateRequest, RequestTrace
+from router.tracing import Tracing
+from router.watch import Watch
 from shared.directory.base import Directory, Match
 from shared.errors import (
     AttemptsExhausted,
     DeadlineExceeded,
     DirectoryUnavailable,
     EngineError,
+    KvrouteError,
     Outpaced,
     Overloaded,
     StreamBroken,
@@ -67,7 +71,10 @@ class Router:
         request_log: RequestLog | None = None,
         only: Container[WorkerId] | None = None,
         refresh_s: float = 1.0,
+        is_observer: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
+        """An observer sends nothing, so other routers need not know of it."""
         clock = asyncio.get_running_loop().time
         self.router = router
         self.metrics = metrics
@@ -75,9 +82,12 @@ class Router:
         self.directory = directory
         directory.expose(metrics)
         self._request_log = request_log
-        self._scheme = scheme
+        self.scheme = scheme
         self._known_keys = KnownKeys(scheme)
-        self._policy = policy
+        self.min_prefix_tokens = min_prefix_tokens
+        self.policy = policy
+        self.watch = Watch(metrics, policy.name, clock, block_size_tokens=scheme.block_size_tokens)
+        self._tracing = tracing
         self._max_attempts = max_attempts
         self._queue_timeout_s = queue_timeout_s
         self.num_outpaced = 0
@@ -91,7 +101,7 @@ class Router:
             clock=clock,
             on_change=lambda: self.queue.poke(),
             on_leave=self.hints.forget,
-            router=router,
+            router=None if is_observer else router,
             only=only,
             refresh_s=refresh_s,
         )
@@ -108,6 +118,7 @@ class Router:
             clock=clock,
             tenant_to_weight=tenant_to_weight,
         )
+        expose_router(self.fleet, self.queue, self.hints, self.watch, metrics)
 
     async def __aenter__(self) -> Router:
         try:
@@ -134,18 +145,27 @@ class Router:
         """
         trace.received_at_s = self._clock()
         outcome = "failed"
+        if self._tracing is not None:
+            request = self._tracing.begin(request, trace)
         try:
             async with aclosing(self._attempts(request, trace)) as generated:
                 async for item in generated:
                     trace.num_output_tokens += len(item.token_ids)
+                    self.watch.note_tokens(request, trace, len(item.token_ids))
                     yield item
             outcome = "ok"
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
             raise
+        except KvrouteError as error:
+            trace.error = error.code
+            self.metrics.note_failure(error.code)
+            raise
         finally:
             trace.finished_at_s = self._clock()
-            self.metrics.note_request(self._policy.name, outcome, request.num_prompt_tokens, trace)
+            self.watch.note_end(trace, outcome)
+            if self._tracing is not None:
+                self._tracing.end(request, trace, outcome)
             if self._request_log is not None and trace.num_output_tokens:
                 self._request_log.note(request, self._keys(request), trace)
 
@@ -160,9 +180,11 @@ class Router:
             if sent:
                 left = continued(request, sent)
                 keys = self._keys(left)
+            asked_at_s = self._clock()
             placement = await self._place(left, keys, trace)
             trace.num_attempts += 1
             trace.num_continuations += bool(sent)
+            self._note_attempt(left, placement, trace, asked_at_s)
             try:
                 async with aclosing(self._on_worker(left, placement, trace, is_continued=bool(sent))) as generated:
                     async for item in generated:
@@ -172,13 +194,13 @@ class Router:
                 self.fleet.note_finished(placement.booking)
             except Outpaced:
                 # As if it had not been sent: the worker has told its load, so that it is weighed by that now.
-                self.queue.note_refused(placement)
                 trace.num_attempts -= 1
                 trace.num_continuations -= bool(sent)
                 trace.num_refusals += 1
                 self.num_outpaced += 1
                 self.queue.note_refused(placement)
             except (WorkerLost, EngineError, Overloaded) as error:
+                trace.attempts[-1].error = error.code
                 trace.failed_workers.append(placement.booking.worker)
                 self.metrics.note_failover("stream" if sent else "before_first_token")
                 if self._is_failure(placement.booking, error):
@@ -211,7 +233,7 @@ class Router:
             )
             for worker in loads.workers
         ]
-        block_size_tokens = self._scheme.block_size_tokens
+        block_size_tokens = self.scheme.block_size_tokens
         uncached_tokens = [
             request.num_prompt_tokens - num_blocks * block_size_tokens for num_blocks in num_cached_blocks
         ]
@@ -270,6 +292,15 @@ class Router:
             raise error
         logger.info("request %s: %s failed (%s), trying elsewhere", request.request, trace.worker, error)
 
+    def _note_attempt(
+        self, request: GenerateRequest, placement: Placement, trace: RequestTrace, asked_at_s: float
+    ) -> None:
+        """Tell whoever watches of a decision, before its worker is sent anything. Modifies."""
+        trace.attempts.append(
+            Attempt(placement.booking.worker, asked_at_s, placement.matched_at_s, placement.weighed_at_s, self._clock())
+        )
+        self.watch.note_decision(request, placement.promise.keys, placement.ranking, trace)
+
     async def _on_worker(
         self, request: GenerateRequest, placement: Placement, trace: RequestTrace, *, is_continued: bool
     ) -> AsyncGenerator[Generated, None]:
@@ -294,6 +325,7 @@ class Router:
                 priority=request.worker_priority,
                 matched_tokens=placement.matched_tokens,
                 max_queued_tokens=_max_queued_tokens(placement, trace.num_refusals),
+                traceparent=request.traceparent,
             )
             booking.submit = booking.client.last_submit
             booking.movable = deltas
@@ -303,6 +335,7 @@ class Router:
                     if delta.cached_tokens is not None and not is_continued:
                         trace.cached_tokens = delta.cached_tokens
                     if not booking.has_first_token:
+                        trace.attempts[-1].first_token_at_s = self._clock()
                         self.fleet.note_first_token(booking)
                         if reasons_against_continuing(request.sampling):
                             booking.movable = None
@@ -318,6 +351,7 @@ class Router:
             if not is_whole:
                 raise EngineError("the engine gave the request up")
         finally:
+            trace.attempts[-1].ended_at_s = self._clock()
             if not booking.has_first_token:
                 self.hints.withdraw(placement.promise)
             self.fleet.release(booking)
@@ -341,7 +375,6 @@ class Router:
 
     def render_metrics(self) -> bytes:
         """All metrics as of now, as a Prometheus server reads them."""
-        self.metrics.note_workers(self.fleet.state_to_count(), self.fleet.cache_unaware, self.fleet.hints_only)
         return self.metrics.render()
 
 

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import random
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from router import runfile
 from router.pins import connected, of_this_life
+from router.tables import or_dash
 from shared.config import Settings
 from shared.directory.base import WorkerRecord
 from shared.directory.pin_board import WorkerPins
@@ -96,3 +98,21 @@ def _worker_state(
         "num_pinned_blocks": pins.num_pinned_blocks if pins else None,
         "pin_budget_blocks": pins.budget_blocks if pins else None,
     }
+
+
+def status_text(state: Mapping[str, Any]) -> str:
+    """The state of a deployment as a table."""
+    lines = [f"model {state['model']}, KV blocks of {state['block_size']} tokens, store {state['store']}"]
+    lines.append(
+        f"{'worker':<12} {'state':<12} {'running':>7} {'waiting':>7} {'KV blocks':>12} {'cached':>7} "
+        f"{'pinned':>9}  engine"
+    )
+    for worker in state["workers"]:
+        pinned = f"{or_dash(worker['num_pinned_blocks'])}/{or_dash(worker['pin_budget_blocks'])}"
+        used = f"{or_dash(worker['kv_used_blocks'])}/{or_dash(worker['kv_total_blocks'])}"
+        lines.append(
+            f"{worker['worker']:<12} {worker['state']:<12} {or_dash(worker['num_running']):>7} "
+            f"{or_dash(worker['num_waiting']):>7} {used:>12} {or_dash(worker['num_resident_blocks']):>7} "
+            f"{pinned:>9}  {worker['engine'] or '-'}"
+        )
+    return "\n".join(lines)

@@ -112,6 +112,7 @@ class Settings(BaseModel):
         300.0, ge=0, description="Longest wait for the requests of a worker or server that ends."
     )
     start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for workers to be ready.")
+    otlp_endpoint: str = Field("", description="OTLP collector that traces go to, as http://HOST:4318; default: none.")
     run_dir: Path | None = Field(None, description="Where `up` writes what it started; default: the user's run folder.")
     cache_dir: Path | None = Field(None, description="Where converted models lie; default: the user's cache folder.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="Least level logged.")

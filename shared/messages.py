@@ -78,6 +78,8 @@ class Submit:
     """What the router expects the cache to give; for load accounting only."""
     max_queued_tokens: int | None = None
     """Most prefill that may be before it: a worker that has more answers `Outpaced` at once. `None`: any."""
+    traceparent: str = ""
+    """The router's span, as W3C Trace Context has it; empty where nobody records any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, Protocol, TextIO
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from shared.distribution import Distribution
 
 _ROOMS = ("router", "worker", "shared")
 _TEXT_FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
@@ -22,10 +25,14 @@ TTFT_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
-QUEUE_BUCKETS_S = (
+ITL_BUCKETS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST_BUCKETS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0,
     30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+"""Of whole requests, and of the time that they are held."""
 PREDICTION_ERROR_BUCKETS_TOKENS = (
     -16384, -4096, -1024, -256, -64, -1, 0, 64, 256, 1024, 4096, 16384,
 )  # fmt: skip
@@ -86,8 +93,14 @@ class Trace(Protocol):
     received_at_s: float
     bound_at_s: float | None
     first_token_at_s: float | None
+    finished_at_s: float | None
     matched_tokens: int
     cached_tokens: int
+    possible_tokens: int
+
+
+Labelled = Iterable[tuple[Sequence[str], float]]
+"""Values of a metric's labels, and the number that goes with them."""
 
 
 class Readings(Collector):
@@ -112,14 +125,57 @@ class Readings(Collector):
 
     def add_counters(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
         """Tell numbers that only grow, one for each value of a label. Modifies."""
+        self.add_labelled(
+            CounterMetricFamily, name, text, (label,), lambda: (((value,), n) for value, n in read().items())
+        )
+
+    def add_gauges(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
+        """Tell numbers that go up and down, one for each value of a label. Modifies."""
+        self.add_labelled(
+            GaugeMetricFamily, name, text, (label,), lambda: (((value,), n) for value, n in read().items())
+        )
+
+    def add_labelled(
+        self,
+        family_type: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        read: Callable[[], Labelled],
+    ) -> None:
+        """Tell numbers with several labels. Modifies.
+
+        The values of a label must be few: names of workers that live, codes, kinds; never what a client has sent.
+        """
 
         def reading() -> Metric:
-            family = CounterMetricFamily(name, text, labels=[label])
-            for value, count in read().items():
-                family.add_metric([value], count)
+            family = family_type(name, text, labels=labels)
+            for values, number in read():
+                family.add_metric(values, number)
             return family
 
         self._add(name, reading)
+
+    def add_distribution(self, name: str, text: str, distribution: Distribution) -> None:
+        """Tell how values are spread, as a histogram. Modifies."""
+
+        def reading() -> Metric:
+            buckets = distribution.cumulative()
+            family = HistogramMetricFamily(name, text, buckets=buckets, sum_value=distribution.total)
+            if distribution.buckets[0] < 0.0:
+                # Of these the library tells neither sum nor count, and only a sum would mislead.
+                family.add_sample(f"{name}_count", {}, buckets[-1][1])
+            return family
+
+        self._add(name, reading)
+
+    def value(self, name: str) -> float | None:
+        """What is told under `name` now, without labels; `None` where nobody tells it."""
+        reading = self._name_to_reading.get(name)
+        if reading is None:
+            return None
+        (sample,) = reading().samples
+        return float(sample.value)
 
     def collect(self) -> Iterator[Metric]:
         """What the registry asks for."""
@@ -137,95 +193,127 @@ class Readings(Collector):
 
 
 class Metrics(Readings):
-    """All metrics of one router."""
+    """What one router counts of its requests, and the metrics of everything that is told beside it."""
 
     def __init__(self) -> None:
         super().__init__()
-        registry = self.registry
-        self._requests = Counter(
-            "kvroute_requests", "Requests that ended, by policy and how.", ["policy", "outcome"], registry=registry
+        self.ttft_s = Distribution(TTFT_BUCKETS_S)
+        self.itl_s = Distribution(ITL_BUCKETS_S)
+        self.request_s = Distribution(REQUEST_BUCKETS_S)
+        self.queue_s = Distribution(REQUEST_BUCKETS_S)
+        self.prediction_error_tokens = Distribution(PREDICTION_ERROR_BUCKETS_TOKENS, is_fine=False)
+        self.num_prompt_tokens = 0
+        self.num_possible_tokens = 0
+        self.num_matched_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.num_directory_degraded = 0
+        self.ended: Counter[tuple[str, str]] = Counter()
+        """Requests by policy and outcome."""
+        self.failures: Counter[str] = Counter()
+        """Requests that ended with an error, by its code."""
+        self.failovers: Counter[str] = Counter()
+        self._expose_requests()
+        self._expose_tokens()
+
+    def _expose_requests(self) -> None:
+        self.add_labelled(
+            CounterMetricFamily,
+            "kvroute_requests",
+            "Requests that ended, by policy and how.",
+            ("policy", "outcome"),
+            self.ended.items,
         )
-        self._ttft_seconds = Histogram(
-            "kvroute_ttft_seconds",
-            "Time from a request's arrival to its first token.",
-            buckets=TTFT_BUCKETS_S,
-            registry=registry,
+        self.add_counters(
+            "kvroute_request_failures",
+            "Requests that ended with an error, those included that were not admitted, by the error's code.",
+            "code",
+            lambda: self.failures,
         )
-        self._queue_seconds = Histogram(
-            "kvroute_queue_seconds",
-            "Time that a request was held before it was sent to a worker.",
-            buckets=QUEUE_BUCKETS_S,
-            registry=registry,
+        self.add_distribution(
+            "kvroute_request_duration_seconds", "Time from a request's arrival to its end.", self.request_s
         )
-        self._matched_tokens = Counter(
-            "kvroute_matched_tokens", "Prompt tokens that the directory expected in a cache.", registry=registry
+        self.add_distribution("kvroute_ttft_seconds", "Time from a request's arrival to its first token.", self.ttft_s)
+        self.add_distribution(
+            "kvroute_inter_token_latency_seconds", "Time between two tokens of an answer.", self.itl_s
         )
-        self._prompt_tokens = Counter(
-            "kvroute_prompt_tokens", "Prompt tokens of requests that workers answered.", registry=registry
+        self.add_distribution(
+            "kvroute_queue_seconds", "Time that a request was held before it was sent to a worker.", self.queue_s
         )
-        self._cached_tokens = Counter(
-            "kvroute_cached_tokens", "Prompt tokens that engines say their cache gave.", registry=registry
+        self.add_counter(
+            "kvroute_directory_degraded",
+            "Requests routed while the directory did not answer.",
+            lambda: self.num_directory_degraded,
         )
-        self._prediction_error_tokens = Histogram(
+        self.add_counters(
+            "kvroute_failovers", "Attempts that a worker failed, by how far they were.", "stage", lambda: self.failovers
+        )
+
+    def _expose_tokens(self) -> None:
+        self.add_counter(
+            "kvroute_prompt_tokens",
+            "Prompt tokens of requests that workers answered.",
+            lambda: self.num_prompt_tokens,
+        )
+        self.add_counter(
+            "kvroute_possible_tokens",
+            "Prompt tokens that an earlier prompt had begun with: what a cache of endless size would give.",
+            lambda: self.num_possible_tokens,
+        )
+        self.add_counter(
+            "kvroute_matched_tokens",
+            "Prompt tokens that the directory expected in a cache.",
+            lambda: self.num_matched_tokens,
+        )
+        self.add_counter(
+            "kvroute_cached_tokens",
+            "Prompt tokens that engines say their cache gave.",
+            lambda: self.num_cached_tokens,
+        )
+        self.add_counter(
+            "kvroute_generation_tokens", "Tokens of answers that were handed out.", lambda: self.num_output_tokens
+        )
+        self.add_distribution(
             "kvroute_prediction_error_tokens",
             "Matched less cached tokens of a request: whether the directory tells the truth.",
-            buckets=PREDICTION_ERROR_BUCKETS_TOKENS,
-            registry=registry,
-        )
-        self._directory_degraded = Counter(
-            "kvroute_directory_degraded", "Requests routed while the directory did not answer.", registry=registry
-        )
-        self._failovers = Counter(
-            "kvroute_failovers", "Attempts that a worker failed, by how far they were.", ["stage"], registry=registry
-        )
-        self._workers = Gauge("kvroute_workers", "Workers by state.", ["state"], registry=registry)
-        self._cache_unaware = Gauge(
-            "kvroute_worker_cache_unaware",
-            "1 for each worker that is used, but not for its cache, since its blocks are not what block keys describe.",
-            ["worker"],
-            registry=registry,
+            self.prediction_error_tokens,
         )
 
-        self._hints_only = Gauge(
-            "kvroute_worker_hints_only",
-            "1 for each worker that publishes nothing of what it holds, so that only the router's own hints count.",
-            ["worker"],
-            registry=registry,
-        )
+    @property
+    def num_ended(self) -> int:
+        """Requests that ended, however they did."""
+        return self.ended.total()
 
-    def note_request(self, policy: str, outcome: str, num_prompt_tokens: int, trace: Trace) -> None:
-        """Count one request that has ended. Tokens count only where a worker has begun to answer."""
-        self._requests.labels(policy, outcome).inc()
+    def note_first_token(self, num_prompt_tokens: int, trace: Trace) -> None:
+        """Count what is known of a request when a worker begins to answer. Modifies, as all of these do."""
+        assert trace.first_token_at_s is not None, "there is a first token"
+        self.ttft_s.note(trace.first_token_at_s - trace.received_at_s)
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_possible_tokens += trace.possible_tokens
+        self.num_matched_tokens += trace.matched_tokens
+        self.num_cached_tokens += trace.cached_tokens
+        self.prediction_error_tokens.note(trace.matched_tokens - trace.cached_tokens)
+
+    def note_next_tokens(self, num_tokens: int, gap_s: float) -> None:
+        """Count tokens that came together, each with its share of the time since the tokens before."""
+        self.itl_s.note(gap_s / num_tokens, num_tokens)
+
+    def note_request(self, policy: str, outcome: str, trace: Trace) -> None:
+        """Count one request that has ended."""
+        self.ended[policy, outcome] += 1
         if trace.bound_at_s is not None:
-            self._queue_seconds.observe(trace.bound_at_s - trace.received_at_s)
-        if trace.first_token_at_s is not None:
-            self._ttft_seconds.observe(trace.first_token_at_s - trace.received_at_s)
-            self._prompt_tokens.inc(num_prompt_tokens)
-            self._matched_tokens.inc(trace.matched_tokens)
-            self._cached_tokens.inc(trace.cached_tokens)
-            self._prediction_error_tokens.observe(trace.matched_tokens - trace.cached_tokens)
+            self.queue_s.note(trace.bound_at_s - trace.received_at_s)
+        if trace.finished_at_s is not None and outcome == "ok":
+            self.request_s.note(trace.finished_at_s - trace.received_at_s)
+
+    def note_failure(self, code: str) -> None:
+        """Count one request that ended with an error of ours."""
+        self.failures[code] += 1
 
     def note_failover(self, stage: str) -> None:
         """Count one attempt that its worker failed."""
-        self._failovers.labels(stage).inc()
+        self.failovers[stage] += 1
 
     def note_directory_degraded(self) -> None:
         """Count one request that was routed without the directory."""
-        self._directory_degraded.inc()
-
-    def note_workers(
-        self,
-        state_to_count: Mapping[str, int],
-        cache_unaware: Iterable[str] = (),
-        hints_only: Iterable[str] = (),
-    ) -> None:
-        """Set how many workers are in each state, whose cache is of no use, and whose is known by hints only; what is
-        left out has none.
-        """
-        self._workers.clear()
-        for state, count in state_to_count.items():
-            self._workers.labels(state).set(count)
-        for gauge, workers in ((self._cache_unaware, cache_unaware), (self._hints_only, hints_only)):
-            gauge.clear()
-            for worker in workers:
-                gauge.labels(worker).set(1)
+        self.num_directory_degraded += 1

@@ -148,3 +148,9 @@ class WorkerStatus:
     num_resident_blocks: int = 0
     is_cache_aware: bool = True
     """False once its engine's blocks have turned out to be other ones than were announced."""
+    kv_pinned_blocks: int | None = None
+    """Of the used ones, those that pins hold; `None` where the pool does not tell, as for the others."""
+    kv_shared_blocks: int | None = None
+    """Cached and in nobody's use, of a prefix that two requests or more have used."""
+    kv_private_blocks: int | None = None
+    """Cached and in nobody's use, of a prefix that one request has used."""

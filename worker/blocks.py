@@ -228,6 +228,15 @@ class BlockPool:
         """Blocks held by sequences or pins. Constant time."""
         return self._store.num_blocks - len(self._store.free)
 
+    @property
+    def num_pinned_blocks(self) -> int:
+        return self._pins.num_blocks
+
+    @property
+    def num_free(self) -> Rows[int]:
+        """Free blocks by class, least worth first. Constant time."""
+        return self._store.free.num_free
+
     def resident(self) -> set[BlockKey]:
         """Every key that can be found. Linear in blocks; does not modify."""
         return self._store.free.keys()

@@ -166,6 +166,7 @@ class WorkerHost:
         stats = self._engine.stats()
         # The engine tells its load with each step, so that its last word may be about requests that have ended since.
         num_running = min(stats.num_running, self._requests.num_unended)
+        pool = stats.pool
         return WorkerStatus(
             num_running=num_running + stats.num_foreign,
             num_waiting=self._requests.num_unended - num_running,
@@ -179,6 +180,9 @@ class WorkerHost:
             is_draining=self._is_draining,
             num_resident_blocks=0 if self._count_resident_blocks is None else self._count_resident_blocks(),
             is_cache_aware=stats.is_cache_aware,
+            kv_pinned_blocks=None if pool is None else pool.num_pinned,
+            kv_shared_blocks=None if pool is None else pool.num_shared,
+            kv_private_blocks=None if pool is None else pool.num_private,
         )
 
     async def _tell_routers(self) -> None:

@@ -125,7 +125,15 @@ class EngineRequests:
             )
         # Routers choose request ids, and two may choose the same: the number makes them differ.
         engine_id = RequestId(f"{submit.request}#{next(self._numbers)}")
-        return EngineRequest(engine_id, token_ids, submit.sampling, submit.salt, submit.adapter, submit.priority)
+        return EngineRequest(
+            engine_id,
+            token_ids,
+            submit.sampling,
+            submit.salt,
+            submit.adapter,
+            submit.priority,
+            submit.traceparent,
+        )
 
     def _stop(self, live: _Live) -> None:
         # The pump may be waiting for the engine or for a slow router: both end now, and it tells the engine on its way

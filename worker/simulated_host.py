@@ -92,6 +92,7 @@ class SimulatedHost:
     def _read_status(self) -> WorkerStatus:
         stats = self._engine.stats()
         num_running = min(stats.num_running, self._num_live)
+        pool = stats.pool
         return WorkerStatus(
             num_running=num_running,
             num_waiting=self._num_live - num_running,
@@ -103,6 +104,9 @@ class SimulatedHost:
             decode_s_per_seq=stats.step_fit.decode_s_per_seq,
             step_budget_tokens=self._engine_info.step_budget_tokens,
             num_resident_blocks=self._count_resident_blocks(),
+            kv_pinned_blocks=None if pool is None else pool.num_pinned,
+            kv_shared_blocks=None if pool is None else pool.num_shared,
+            kv_private_blocks=None if pool is None else pool.num_private,
         )
 
     # The worker's end: what routers send.
@@ -318,6 +322,7 @@ class SimulatedClient:
         priority: int = 0,
         matched_tokens: int = 0,
         max_queued_tokens: int | None = None,
+        traceparent: str = "",
     ) -> SimulatedStream:
         self.last_submit += 1
         stream = SimulatedStream(self, self.last_submit, request, attempt, priority, matched_tokens, max_queued_tokens)

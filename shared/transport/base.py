@@ -157,6 +157,7 @@ class WorkerClient(Protocol):
         priority: int = 0,
         matched_tokens: int = 0,
         max_queued_tokens: int | None = None,
+        traceparent: str = "",
     ) -> DeltaStream:
         """Submit one sequence, at once (the submit is numbered before this returns), and give its deltas.
 

@@ -119,12 +119,13 @@ class ChannelClient:
         priority: int = 0,
         matched_tokens: int = 0,
         max_queued_tokens: int | None = None,
+        traceparent: str = "",
     ) -> Stream:
         key = (request, attempt)
         if key in self._streams:
             raise ValueError(f"request {request}, attempt {attempt} is already under way")
         number = self.last_submit + 1
-        body = (token_ids, sampling, salt, adapter, priority, matched_tokens, max_queued_tokens)
+        body = (token_ids, sampling, salt, adapter, priority, matched_tokens, max_queued_tokens, traceparent)
         raw = _encoded(Submit(number, request, attempt, *body))
         self.last_submit = number
         stream = Stream(key, number, self._leave)

@@ -115,7 +115,7 @@ async def test_block_size_model_and_tokenizer_are_the_servers_own(deployment: De
     assert (serving.scheme.block_size_tokens, serving.settings.model_name) == (BLOCK_SIZE, "tiny")
     assert serving.max_model_len_tokens == 1024
     assert [info.num_blocks for info in serving.workers] == [511, 511]
-    assert serving.router.fleet.cache_unaware == serving.router.fleet.hints_only == []
+    assert all(one.is_cache_aware and one.info.tells_blocks for one in serving.router.fleet.members())
 
 
 async def test_requests_go_where_their_prefix_is_and_the_servers_say_so(deployment: Deployment):

@@ -14,6 +14,7 @@ import pytest
 
 from shared.config import Settings
 from shared.errors import EngineError
+from shared.telemetry import Readings
 from shared.types import WorkerId
 from worker import actor
 from worker.process import WorkerOptions
@@ -29,7 +30,7 @@ class _SickWorker:
     gate = threading.Event()
 
     def __init__(self, *arguments: Any) -> None:
-        pass
+        self.metrics = Readings()
 
     async def start(self) -> None:
         self.gate.wait(60.0)

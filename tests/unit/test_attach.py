@@ -122,7 +122,7 @@ async def test_a_server_without_events_is_flagged_and_gets_its_prefix_by_hints(f
     silent = FakeOptions(has_events=False)
     async with servers(silent, silent) as running, serving(settings(running, folder)) as over:
         workers = sorted(f"127.0.0.1:{server.port}" for server in running)
-        assert over.router.fleet.hints_only == workers
+        assert [one.info.worker for one in over.router.fleet.members() if not one.info.tells_blocks] == workers
         told = over.router.render_metrics().decode()
         for worker in workers:
             assert f'kvroute_worker_hints_only{{worker="{worker}"}} 1.0' in told
@@ -138,7 +138,9 @@ async def test_a_server_with_other_blocks_is_flagged_and_used(folder: Path):
         servers(FakeOptions(), FakeOptions(block_size=64)) as running,
         serving(settings(running, folder)) as over,
     ):
-        assert over.router.fleet.cache_unaware == [f"127.0.0.1:{running[1].port}"]
+        assert [one.info.worker for one in over.router.fleet.members() if not one.is_cache_aware] == [
+            f"127.0.0.1:{running[1].port}"
+        ]
         traces = await asyncio.gather(*(ask(over, number, prompt(number, 100)) for number in range(30)))
         assert len({trace.worker for trace in traces}) == 2
 

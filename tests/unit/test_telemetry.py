@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from router.requests import RequestTrace
-from shared.telemetry import TTFT_BUCKETS_S, Metrics, Readings, set_up_logging
+from shared.telemetry import ITL_BUCKETS_S, REQUEST_BUCKETS_S, TTFT_BUCKETS_S, Metrics, Readings, set_up_logging
 
 
 @pytest.fixture
@@ -80,28 +80,41 @@ def samples(metrics: Readings) -> dict[str, float]:
 def test_metrics_of_answered_failed_and_moved_requests() -> None:
     metrics = Metrics()
     answered = RequestTrace(
-        received_at_s=1.0, bound_at_s=1.5, first_token_at_s=3.0, matched_tokens=64, cached_tokens=48
+        received_at_s=1.0,
+        bound_at_s=1.5,
+        first_token_at_s=3.0,
+        finished_at_s=7.0,
+        matched_tokens=64,
+        cached_tokens=48,
+        possible_tokens=80,
     )
-    metrics.note_request("cost", "ok", 100, answered)
-    metrics.note_request("cost", "failed", 50, RequestTrace(received_at_s=1.0))
+    metrics.note_first_token(100, answered)
+    metrics.note_next_tokens(4, 0.2)
+    metrics.note_request("cost", "ok", answered)
+    metrics.note_request("cost", "failed", RequestTrace(received_at_s=1.0))
+    metrics.note_failure("rate_limit_exceeded")
     metrics.note_failover("stream")
     metrics.note_directory_degraded()
-    metrics.note_workers({"ready": 2, "draining": 1})
-    metrics.note_workers({"ready": 3})
     assert samples(metrics) == {
         'kvroute_requests_total{outcome="ok",policy="cost"}': 1,
         'kvroute_requests_total{outcome="failed",policy="cost"}': 1,
+        'kvroute_request_failures_total{code="rate_limit_exceeded"}': 1,
+        "kvroute_request_duration_seconds_count": 1,
+        "kvroute_request_duration_seconds_sum": 6.0,
+        "kvroute_inter_token_latency_seconds_count": 4,
+        "kvroute_inter_token_latency_seconds_sum": 0.2,
         "kvroute_ttft_seconds_count": 1,
         "kvroute_ttft_seconds_sum": 2.0,
         "kvroute_queue_seconds_count": 1,
         "kvroute_queue_seconds_sum": 0.5,
+        "kvroute_possible_tokens_total": 80,
         "kvroute_matched_tokens_total": 64,
+        "kvroute_generation_tokens_total": 0,
         "kvroute_prompt_tokens_total": 100,
         "kvroute_cached_tokens_total": 48,
         "kvroute_prediction_error_tokens_count": 1,
         "kvroute_directory_degraded_total": 1,
         'kvroute_failovers_total{stage="stream"}': 1,
-        'kvroute_workers{state="ready"}': 3,
     }
 
 
@@ -141,6 +154,8 @@ def test_metrics_of_a_router_and_what_is_read_for_it_are_one_page() -> None:
     assert (found["kvroute_things_total"], found['kvroute_failovers_total{stage="stream"}']) == (3, 1)
 
 
-def test_ttft_buckets_are_vllms() -> None:
+def test_buckets_are_vllms() -> None:
     buckets = pytest.importorskip("vllm.v1.metrics.buckets", reason="needs vLLM")
     assert buckets.TIME_TO_FIRST_TOKEN_BUCKETS == TTFT_BUCKETS_S
+    assert buckets.INTER_TOKEN_LATENCY_BUCKETS == ITL_BUCKETS_S
+    assert buckets.REQUEST_LATENCY_BUCKETS == REQUEST_BUCKETS_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,8 @@ class EngineRequest:
     salt: str = ""
     adapter: str = ""
     priority: int = 0
+    traceparent: str = ""
+    """The caller's span, as W3C Trace Context has it; empty where nobody records any."""
 
 
 @dataclass(slots=True)
@@ -76,6 +78,23 @@ class StepFit:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolUse:
+    """What lies in a pool's blocks that no request holds, and what pins hold."""
+
+    num_pinned: int
+    num_shared: int
+    """Cached and free, used by two requests or more."""
+    num_private: int
+    """Cached and free, used by one request."""
+
+    @classmethod
+    def of(cls, num_pinned: int, num_free: Sequence[int]) -> PoolUse:
+        """From the pins and from free blocks by class, as the eviction rule keeps them, least worth first."""
+        _, num_low_priority, num_private, num_shared = num_free
+        return cls(num_pinned, num_shared, num_low_priority + num_private)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Load of an engine after its last step."""
 
@@ -87,6 +106,8 @@ class EngineStats:
     """False once the cache has turned out not to be what the block keys say: no block is told of any more."""
     num_foreign: int = 0
     """Requests under way on the engine that are not its worker's, and in none of the other counts."""
+    pool: PoolUse | None = None
+    """`None` where the pool does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from worker.engines.base import (
     OnBlocks,
     OnDeath,
     PinnedPrefix,
+    PoolUse,
     StepFit,
 )
 from worker.engines.simulated import Listener, Simulated, State
@@ -223,6 +224,7 @@ class SimulatorEngine:
             num_waiting=self._batch.num_waiting + len(self._arriving),
             kv_used_blocks=self._pool.num_used_blocks,
             step_fit=self._fit,
+            pool=PoolUse.of(self._pool.num_pinned_blocks, self._pool.num_free),
         )
 
     async def resident(self) -> set[BlockKey]:

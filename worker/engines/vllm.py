@@ -22,7 +22,7 @@ from worker.engines.base import EngineDelta, EngineInfo, EngineRequest, EngineSt
 from worker.engines.vllm_keys import refusal_of_groups, refusal_of_model
 from worker.engines.vllm_launch import Launch, ending_of, launch, logged_cause, prepare_launch
 from worker.engines.vllm_options import VllmOptions, check_pin_budget
-from worker.engines.vllm_plugin import PLUGIN, Plugin, pin_arguments
+from worker.engines.vllm_plugin import PLUGIN, Plugin, PoolWatch, pin_arguments
 from worker.engines.vllm_steps import StepMeter
 from worker.engines.vllm_stream import EventStream
 
@@ -60,6 +60,7 @@ class VllmEngine:
         self._num_blocks = 0
         self._max_model_len_tokens = 0
         self._plugin: Plugin | None = None
+        self._pool_watch: PoolWatch | None = None
         self._pin_refusal: str | None = None
         self._num_pin_requests = 0
         self._live: set[RequestId] = set()
@@ -83,6 +84,8 @@ class VllmEngine:
             self._llm = await asyncio.to_thread(launch, self._options, prepared, self._record_step)
             self._watch_processes(loop)
             self._progress = asyncio.create_task(self._watch_progress(), name="engine-progress")
+            if self._plugin is not None:
+                self._pool_watch = PoolWatch(self._plugin, self._meter)
             await self._llm.get_supported_tasks()  # asked now, so that later submits do not wait for the answer
             config = prepared.config
             num_blocks = config.cache_config.num_gpu_blocks
@@ -153,6 +156,7 @@ class VllmEngine:
             kv_used_blocks=round(self._meter.kv_usage * self._num_blocks),
             step_fit=self._meter.fit(),
             is_cache_aware=self.is_cache_aware,
+            pool=self._pool_watch.use if self._pool_watch is not None else None,
         )
 
     async def resident(self) -> set[BlockKey]:
@@ -212,6 +216,8 @@ class VllmEngine:
         self._is_closing = True
         if self._progress is not None:
             self._progress.cancel()
+        if self._pool_watch is not None:
+            self._pool_watch.close()
         self._unwatch_processes()
         if self._events is not None:
             await self._events.close()
@@ -249,7 +255,9 @@ class VllmEngine:
         self._meter.submitted(num_unfinished=self._num_unfinished())
         try:
             prompt = tokens_input(request.token_ids, cache_salt=request.salt or None)
-            stream = llm.generate(prompt, params, request.request, priority=request.priority)
+            # vLLM joins its own spans to the caller's where it is told to record some.
+            headers = {"traceparent": request.traceparent} if request.traceparent else None
+            stream = llm.generate(prompt, params, request.request, priority=request.priority, trace_headers=headers)
             async with aclosing(stream):  # closed early it aborts the engine's request
                 async for output in stream:
                     yield output

@@ -5,17 +5,22 @@ Needs no vLLM: the plugin itself is `vllm_scheduler`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from shared.errors import EngineError, InvalidRequest, PinRefused, UnknownPin
 from shared.hashing import KEY_SIZE_BYTES, block_keys, pack_tokens, root_key
 from shared.types import BlockKey, CacheScheme
-from worker.engines.base import EngineRequest, PinnedPrefix
+from worker.engines.base import EngineRequest, PinnedPrefix, PoolUse
 from worker.engines.vllm_events import PoolSnapshot
+from worker.engines.vllm_steps import StepMeter
 
 PLUGIN = "kvr"
 """Our name in everything of vLLM's that has room for others: its configuration, its calls, its requests."""
+
+_POOL_INTERVAL_S = 1.0
 
 Ask = Callable[[str, Sequence[Any]], Awaitable[Any]]
 """Calls an operation of the plugin with arguments. Raises `EngineError` if the engine does not answer."""
@@ -48,6 +53,11 @@ class Plugin:
         """See `KeyedBlockPool.statistics`."""
         statistics: dict[str, Any] = await self._ask("statistics", ())
         return statistics
+
+    async def pool_use(self) -> PoolUse:
+        """What lies in the pool's blocks."""
+        statistics = await self.statistics()
+        return PoolUse.of(statistics["num_pinned"], statistics["num_free"])
 
     async def evict_all_free(self) -> None:
         """Drop every cached block that no request or pin holds."""
@@ -110,3 +120,28 @@ class Plugin:
 def pin_arguments(name: str) -> dict[str, Any]:
     """What a request's sampling parameters tell the plugin, so that it keeps the prompt under `name`."""
     return {PLUGIN: {"pin": name}}
+
+
+class PoolWatch:
+    """Asks the pool about itself about once a second while the engine works; owns the last answer and a task."""
+
+    def __init__(self, plugin: Plugin, meter: StepMeter) -> None:
+        self.use: PoolUse | None = None
+        """`None` before the first answer."""
+        self._plugin = plugin
+        self._meter = meter
+        self._task = asyncio.create_task(self._follow(), name="engine-pool-watch")
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._task.cancel()
+
+    async def _follow(self) -> None:
+        num_steps = -1
+        # An engine that dies has others who tell of it.
+        with suppress(EngineError):
+            while True:
+                if num_steps != self._meter.num_steps:
+                    num_steps = self._meter.num_steps
+                    self.use = await self._plugin.pool_use()
+                await asyncio.sleep(_POOL_INTERVAL_S)

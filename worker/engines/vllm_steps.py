@@ -21,6 +21,7 @@ class StepMeter:
         self._clock = clock
         self._times = StepTimes()
         self._step_began_at: float | None = None
+        self.num_steps = 0
         self.num_running = 0
         """Sequences that the last step left running."""
         self.num_prefilled_tokens = 0
@@ -38,6 +39,7 @@ class StepMeter:
     ) -> None:
         """The engine has reported a step. Another one follows at once if any request is unfinished."""
         now = self._clock()
+        self.num_steps += 1
         self.num_prefilled_tokens += num_prefill_tokens
         if self._step_began_at is not None and num_prefill_tokens + num_decode_seqs:
             self._times.add(now - self._step_began_at, num_prefill_tokens, num_decode_seqs)
