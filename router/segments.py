@@ -63,8 +63,13 @@ class Segments:
         """Tokens that text was tokenised to."""
         self.num_compared = 0
         self.num_mismatches = 0
-        self.is_on = cuts.is_any
+        self.why_off = None if cuts.is_any else "; ".join(cuts.doubts) or "the tokenizer has no special tokens"
+        """Why texts are not cut; None while they are."""
+
+    @property
+    def is_on(self) -> bool:
         """Whether texts are cut at all."""
+        return self.why_off is None
 
     def look_up(self, text: str, salt: str = "") -> Lookup:
         """Cut a text and find what is known of it. Modifies the order of what is thrown out."""
@@ -74,8 +79,6 @@ class Segments:
         lookup = Lookup(self._cuts.pieces(text), [], salt, 0)
         lookup.packed = [None] * len(lookup.pieces)
         self._find(lookup, range(len(lookup.pieces)))
-        known_bytes = sum(len(packed) for packed in lookup.packed if packed is not None)
-        self.num_known_tokens += known_bytes // TOKEN_SIZE_BYTES
         lookup.missing_chars = sum(
             len(piece) for piece, packed in zip(lookup.pieces, lookup.packed, strict=True) if packed is None
         )
@@ -86,6 +89,7 @@ class Segments:
 
         Raises `GivenUp` as soon as `is_given_up`, and what the tokenizer raises on text that is not Unicode.
         """
+        num_new_tokens = 0
         for group in _groups(lookup):
             if is_given_up is not None and is_given_up():
                 raise GivenUp
@@ -95,9 +99,13 @@ class Segments:
             found = self._encode_all([lookup.pieces[index] for index in missing])
             for index, token_ids in zip(missing, found, strict=True):
                 lookup.packed[index] = pack_tokens(token_ids)
-                self.num_new_tokens += len(token_ids)
+                num_new_tokens += len(token_ids)
             self._keep(lookup, missing)
-        return b"".join(packed for packed in lookup.packed if packed is not None)
+        whole = b"".join(packed for packed in lookup.packed if packed is not None)
+        with self._lock:
+            self.num_new_tokens += num_new_tokens
+            self.num_known_tokens += len(whole) // TOKEN_SIZE_BYTES - num_new_tokens
+        return whole
 
     def whole(self, text: str) -> bytes:
         """Packed token ids of a text that is tokenised in one piece, whatever is known of it."""
@@ -115,12 +123,12 @@ class Segments:
                 "whole from now on",
                 len(text),
             )
-            self.turn_off()
+            self._turn_off("a prompt had other token ids in pieces than as a whole")
 
-    def turn_off(self) -> None:
-        """Cut no text any more and forget all pieces. Modifies."""
+    def _turn_off(self, why: str) -> None:
+        """Cut no text any more and forget all pieces."""
         with self._lock:
-            self.is_on = False
+            self.why_off = why
             self._key_to_packed.clear()
             self.num_bytes = 0
 

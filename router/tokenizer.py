@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from router.cuts import Cuts, prove_cuts
+from router.detokenizer import CONTEXT_TOKENS, Detokenizer
 from router.segments import Lookup, Segments
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import TOKEN_SIZE_BYTES, pack_tokens, tokenizer_fingerprint, unpack_tokens
 from shared.telemetry import Readings
-from shared.types import FinishReason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
+
+__all__ = ["THREAD_THRESHOLD_CHARS", "Detokenizer", "Message", "Tokenizer"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +50,6 @@ _PROBE_ROLES = (("user", "assistant", "user"), ("system", "user", "assistant", "
 """Conversations that show what a template writes; not every one takes a system message."""
 _MAX_UNWRITTEN = 32
 """Special tokens that plain prompts are cut at, where there is no template to tell which are in use."""
-
-_CONTEXT_TOKENS = 6
-"""Prompt tokens before the answer that decoding sees, so that a leading space is neither lost nor invented."""
-_MAX_HELD_TOKENS = 32
-"""Most tokens held back for an unfinished character. A character has at most four bytes; past this bound the bytes
-are garbage and come out as U+FFFD, as they would at the end."""
-_REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -207,10 +202,10 @@ class Tokenizer:
     ) -> Detokenizer:
         """A new stream's detokenizer, for an answer to `prompt_token_ids`, which may be packed."""
         if isinstance(prompt_token_ids, bytes):
-            prompt_token_ids = unpack_tokens(prompt_token_ids[-_CONTEXT_TOKENS * TOKEN_SIZE_BYTES :])
+            prompt_token_ids = unpack_tokens(prompt_token_ids[-CONTEXT_TOKENS * TOKEN_SIZE_BYTES :])
         return Detokenizer(
             self.decode,
-            prompt_token_ids[-_CONTEXT_TOKENS:],
+            prompt_token_ids[-CONTEXT_TOKENS:],
             stop=stop,
             stop_token_ids=self.eos_token_ids.union(stop_token_ids),
         )
@@ -302,102 +297,6 @@ class Tokenizer:
         if message.get("role") == "developer" and not self._knows_developer_role:
             return {**message, "role": "system"}
         return dict(message)
-
-
-class Detokenizer:
-    """Text of one stream, piece by piece, up to the first stop string.
-
-    Text comes out once and in order; a character spread over tokens comes out whole; text that may be the beginning of
-    a stop string is held back until that is decided. `tokenizers.decoders.DecodeStream` is not used: it has no flush
-    for an unfinished character, and raises where a byte-fallback decoder changes its mind about earlier bytes.
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        context: Sequence[int] = (),
-        *,
-        stop: Sequence[str] = (),
-        stop_token_ids: Collection[int] = (),
-    ) -> None:
-        self._decode = decode
-        self._stop = tuple(stop)
-        self._stop_token_ids = stop_token_ids
-        # Tokens whose text is out but which the decoding of the next ones depends on, and their text.
-        self._context = list(context)
-        self._context_text = decode(self._context) if context else ""
-        self._pending: list[int] = []
-        self._held = ""
-        self.is_stopped = False
-        """Whether a stop string has ended the stream; later tokens give no text."""
-        self.num_tokens = 0
-        """Tokens taken, the one that completed a stop string included."""
-
-    def push(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> str:
-        """Take the next tokens and return the text that is certain by now; all of it where `finish` is given.
-
-        Modifies the stream. A stop *token* that ends the stream is counted and gives no text.
-        """
-        text = ""
-        silent = finish is FinishReason.STOP and bool(token_ids) and token_ids[-1] in self._stop_token_ids
-        visible = token_ids[:-1] if silent else token_ids
-        # One at a time where a stop string may end the stream, so that how tokens arrive in groups changes nothing.
-        for group in [[token_id] for token_id in visible] if self._stop else [visible]:
-            if self.is_stopped:
-                return text
-            self.num_tokens += len(group)
-            text += self._through_stop(self._decode_next(group))
-        if self.is_stopped:
-            return text
-        self.num_tokens += silent
-        return text + self.flush() if finish is not None else text
-
-    def flush(self) -> str:
-        """What is still held back, once no more tokens come. Modifies the stream."""
-        if self.is_stopped:
-            return ""
-        text = self._through_stop(self._decode_next([], is_last=True)) + self._held
-        if self.is_stopped:
-            return text
-        self._held = ""
-        return text
-
-    def _decode_next(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
-        """Text that `token_ids` add, as soon as it ends on a whole character."""
-        self._pending += token_ids
-        if not self._pending:
-            return ""
-        text = self._decode(self._context + self._pending)
-        if text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_HELD_TOKENS and not is_last:
-            return ""
-        added = text[len(self._context_text) :]
-        if added:
-            self._context = self._pending
-            self._context_text = self._decode(self._context)
-        # Tokens without text (special ones) are dropped, so that a run of them costs nothing.
-        self._pending = []
-        return added
-
-    def _through_stop(self, added: str) -> str:
-        """`added` after what was held, cut at the first complete stop string or before a possible beginning of one."""
-        if not self._stop:
-            return added
-        text = self._held + added
-        # The stop string that is complete first wins, as if characters came one by one.
-        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if found:
-            self.is_stopped = True
-            self._held = ""
-            return text[: min(found)[1]]
-        num_held = max(_num_begun(text, stop) for stop in self._stop)
-        cut = len(text) - num_held
-        self._held = text[cut:]
-        return text[:cut]
-
-
-def _num_begun(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def _num_chars(subject: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:

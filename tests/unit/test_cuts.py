@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
-from router.cuts import NO_CUTS, disproof, find_cuts, prove_cuts
+from router.cuts import _WORD_PATTERNS, NO_CUTS, disproof, find_cuts, prove_cuts
 from router.tokenise_bench import write_llama_2_manner
 from shared.config import Settings
 from tests.support.tokenizers import SPECIAL_TOKENS, byte_level_tokenizer
@@ -56,6 +56,13 @@ def test_pieces_make_up_the_text_and_begin_at_marks_and_between_words() -> None:
     ]
 
 
+def test_short_texts_between_marks_share_a_piece() -> None:
+    cuts = replace(find_cuts(byte_level_tokenizer(), MARKS), piece_chars=80)
+    text = "<|im_start|>a<|im_end|>\n<|im_start|>b<|im_end|>\n<|im_start|>c"
+    assert cuts.pieces(text) == ["<|im_start|>a<|im_end|>\n", "<|im_start|>b<|im_end|>\n", "<|im_start|>c"]
+    assert cuts.pieces("") == []
+
+
 def test_text_that_begins_alike_has_pieces_in_common(llama_2: str) -> None:
     cuts = find_cuts(Tokenizer.from_str(llama_2), ["<s>", "</s>"])
     text = "<s>[INST] " + words_of()
@@ -64,13 +71,43 @@ def test_text_that_begins_alike_has_pieces_in_common(llama_2: str) -> None:
     assert len(longer) > 10
 
 
-def test_smollm2_is_cut_at_its_special_tokens_and_between_words() -> None:
-    folder = prepare_model("smollm2", Settings().model_cache_dir)
-    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+@pytest.fixture(scope="module")
+def smollm2() -> str:
+    """The description of SmolLM2's tokenizer."""
+    return (prepare_model("smollm2", Settings().model_cache_dir) / "tokenizer.json").read_text()
+
+
+def test_smollm2_is_cut_at_its_special_tokens_and_between_words(smollm2: str) -> None:
+    raw = Tokenizer.from_str(smollm2)
     cuts = prove_cuts(raw, MARKS, encode_all_of(raw), random.Random(1))
     assert cuts.marks is not None
     assert cuts.marks.findall("<|im_start|>user <repo_name><|im_end|>") == ["<|im_start|>", "<|im_end|>"]
     assert (cuts.is_cut_between_words, cuts.drops_space, cuts.doubts) == (True, False, ())
+
+
+@pytest.mark.parametrize("pattern", sorted(_WORD_PATTERNS))
+@pytest.mark.parametrize("seed", range(5))
+def test_known_patterns_keep_words_apart_under_smollm2s_merges(smollm2: str, pattern: str, seed: int) -> None:
+    raw = Tokenizer.from_str(smollm2)
+    raw.normalizer = normalizers.NFC()
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    cuts = prove_cuts(raw, MARKS, encode_all_of(raw), random.Random(seed))
+    assert (cuts.is_cut_between_words, cuts.doubts) == (True, ())
+
+
+@pytest.mark.parametrize("add_prefix_space", [False, True])
+def test_digits_apart_and_prefix_space_keep_words_apart(smollm2: str, add_prefix_space: bool) -> None:
+    raw = Tokenizer.from_str(smollm2)
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)]
+    )
+    cuts = prove_cuts(raw, MARKS, encode_all_of(raw), random.Random(1))
+    assert (cuts.is_cut_between_words, cuts.doubts) == (True, ())
 
 
 def test_llama_2_manner_is_cut_between_words_without_their_space(llama_2: str) -> None:

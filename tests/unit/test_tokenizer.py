@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from router.tokenizer import THREAD_THRESHOLD_CHARS, Detokenizer, Tokenizer
+from router.detokenizer import Detokenizer
+from router.tokenizer import THREAD_THRESHOLD_CHARS, Tokenizer
 from shared.config import Settings
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import tokenizer_fingerprint, unpack_tokens
