@@ -26,9 +26,9 @@ demo: $(INSTALLED) ## Run the demo batch, with cache-aware routing and without, 
 	@echo "demo: running the demo batch on two workers" >&2
 	@$(BIN)/kvroute demo $(ARGS)
 
-serve: $(INSTALLED) ## Start two workers with the built-in model that stay until `kvroute down`
+serve: $(INSTALLED) ## Answer OpenAI clients on port 8000, with two workers and the built-in model
 	@echo "serve: starting two workers" >&2
-	@$(BIN)/kvroute up --model smollm2 --workers 2 $(ARGS)
+	@$(BIN)/kvroute serve --model smollm2 --workers 2 $(ARGS)
 
 test: $(INSTALLED) ## Run all tests, those with a real store, Ray and vLLM included
 	@echo "test: running all tests" >&2
@@ -46,7 +46,7 @@ bench: $(INSTALLED) ## Run the benchmarks; they print one JSON line each
 	  test -e "$$file" || { echo "bench: tests/bench holds no benchmark" >&2; exit 1; }; \
 	  module=$${file%.py}; $(BIN)/python -m "$${module//\//.}" --json $(ARGS); \
 	done
-	@for name in blocks decision directory tokenise transport; do $(BIN)/kvroute bench $$name --json; done
+	@for name in blocks decision directory http tokenise transport; do $(BIN)/kvroute bench $$name --json; done
 
 gpu-check: ## On a machine with a GPU: run the real-engine tests and the demo there, print one report
 	@.ci/gpu_check.sh $(VENV)

@@ -27,6 +27,9 @@ EncodeAll = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 _PIECE_CHARS = 1024
 """Length from which a piece ends at the next place that is certain: some 0.2 ms of tokenising, which is what a changed
 character costs at most, and long enough that looking pieces up costs a tenth of a percent of that."""
+_SHORTEST_SHARE = 4
+"""A piece goes on beyond marks until it has one part in so many of that length: a mark for itself is not worth a place
+of its own."""
 _MAX_SPACES = 256
 """Of those that are looked at for the end of a piece; text without words in so many is cut no further."""
 _SPACE_MARK = "\u2581"
@@ -57,7 +60,7 @@ class Cuts:
     """How texts of one tokenizer are cut. `NO_CUTS` leaves them whole."""
 
     marks: re.Pattern[str] | None = None
-    """Added tokens that begin a piece wherever they stand."""
+    """Added tokens that may begin a piece wherever they stand."""
     is_cut_between_words: bool = False
     drops_space: bool = False
     """Whether a piece that begins between words leaves its space out, since the tokenizer puts one before each text."""
@@ -72,20 +75,22 @@ class Cuts:
 
     def pieces(self, text: str) -> list[str]:
         """The pieces of a text; texts that begin alike have equal pieces up to one before the first difference."""
-        starts = [0]
-        if self.marks is not None:
-            starts += [found.start() for found in self.marks.finditer(text) if found.start()]
-        if not self.is_cut_between_words:
-            return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+        marks = () if self.marks is None else self.marks.finditer(text)
+        least_chars = self.piece_chars // _SHORTEST_SHARE
         pieces = []
-        for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
-            while end - start > self.piece_chars:
+        start = 0
+        for end in itertools.chain((found.start() for found in marks), (len(text),)):
+            while self.is_cut_between_words and end - start > self.piece_chars:
                 space = _space_between_words(text, start + self.piece_chars, end)
                 if space is None:
                     break
                 pieces.append(text[start:space])
                 start = space + self.drops_space
-            pieces.append(text[start:end])
+            if end - start > least_chars:
+                pieces.append(text[start:end])
+                start = end
+        if start < len(text):
+            pieces.append(text[start:])
         return pieces
 
 

@@ -40,7 +40,6 @@ from worker.engines.demo_model import prepare_model
 _SEED = 0
 _NUM_WORKERS = 8
 _NUM_CLIENTS = 16
-_NUM_STREAMS = 128
 _STEP_S = 0.02
 _ANSWER_TOKENS = 16
 _SHORT_TOKENS, _LONG_TOKENS, _EARLIER_TOKENS = 200, 8192, 7500
@@ -110,7 +109,12 @@ _WORDS = [
 
 
 async def measure(
-    say: Callable[[str], None], *, num_requests: int = 1000, num_rounds: int = 3, num_stream_tokens: int = 200
+    say: Callable[[str], None],
+    *,
+    num_requests: int = 1000,
+    num_rounds: int = 3,
+    num_stream_tokens: int = 200,
+    num_streams: int = 128,
 ) -> dict[str, float]:
     """All figures by name."""
     folder = await asyncio.to_thread(prepare_model, _MODEL, load_settings(flags={}, environment={}).model_cache_dir)
@@ -125,8 +129,8 @@ async def measure(
             say("short requests, one after the other")
             figures["added_latency_ms_p50"] = await _measure_latency(rig, rng)
         async with _Rig(Path(name), tokenizer).running(step_s=_STEP_S) as rig:
-            say(f"{num_rounds} times {_NUM_STREAMS} streams of {num_stream_tokens} tokens, one each {_STEP_S:g} s")
-            figures |= await _measure_streams(rig, rng, num_rounds, num_stream_tokens)
+            say(f"{num_rounds} times {num_streams} streams of {num_stream_tokens} tokens, one each {_STEP_S:g} s")
+            figures |= await _measure_streams(rig, rng, num_rounds, num_streams, num_stream_tokens)
     return figures
 
 
@@ -161,18 +165,20 @@ async def _measure_latency(rig: _Rig, rng: random.Random) -> float:
     return 1e3 * median(done.latencies_s)
 
 
-async def _measure_streams(rig: _Rig, rng: random.Random, num_rounds: int, num_tokens: int) -> dict[str, float]:
+async def _measure_streams(
+    rig: _Rig, rng: random.Random, num_rounds: int, num_streams: int, num_tokens: int
+) -> dict[str, float]:
     rates = []
     for number in range(num_rounds + 1):
         bodies = [
             _body(rng, [], "short", is_streamed=True, num_tokens=num_tokens if number else 10)
-            for _ in range(_NUM_STREAMS)
+            for _ in range(num_streams)
         ]
-        done = await rig.load(bodies, _NUM_STREAMS)
+        done = await rig.load(bodies, num_streams)
         if number:
             rates.append(done.num_tokens / done.cpu_s)
     return {
-        "num_streams": float(_NUM_STREAMS),
+        "num_streams": float(num_streams),
         "stream_tokens_per_s_per_core": max(rates),
         "stream_tokens_per_s_per_core_min": min(rates),
     }

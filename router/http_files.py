@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class FilesApi:
     def __init__(
         self, files: FileStore, book: BatchBook, limits: Limits, *, max_file_bytes: int = MAX_FILE_BYTES
     ) -> None:
+        # What is wrong with an upload is told to its sender.
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)
         self._files = files
         self._book = book
         self._limits = limits

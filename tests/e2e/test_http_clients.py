@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from router import launch
 from router.keys import KeyEntry
-from router.serve import make_front
+from router.serve import make_batch_service, make_front, open_files
 from router.serving import Serving
 from shared.config import Settings
 from shared.types import WorkerId
@@ -63,15 +63,17 @@ class Service:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def service() -> AsyncIterator[Service]:
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
     entries = [
         KeyEntry(name="tests", key=KEY),
         KeyEntry(name="other", key=OTHER_KEY),
         KeyEntry(name="busy", key=BUSY_KEY, requests_per_minute=6000, max_concurrent=1),
     ]
     async with launch.launched(SETTINGS, lambda line: None) as serving:
-        front = make_front(serving, entries)
-        async with listening(front) as url:
+        settings = SETTINGS.model_copy(update={"files_dir": tmp_path_factory.mktemp("files")})
+        files = open_files(settings)
+        front = make_front(serving, entries, files=files)
+        async with make_batch_service(serving, entries, files), listening(front) as url:
             yield Service(serving, url)
 
 
@@ -252,6 +254,41 @@ async def test_client_that_leaves_in_mid_stream_frees_its_worker(service: Servic
             break
         await stream.close()
     await service.settle()
+
+
+async def test_batch_of_the_client_goes_from_upload_to_results(service: Service) -> None:
+    url = "/v1/chat/completions"
+    bodies = [greedy(max_tokens=4, messages=[{"role": "user", "content": f"row {number}"}]) for number in range(6)]
+    rows = [
+        {"custom_id": f"r{number}", "method": "POST", "url": url, "body": {**body, "n": 1 + (number == 5)}}
+        for number, body in enumerate(bodies)
+    ]
+    content = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    async with service.async_client() as client:
+        uploaded = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        assert uploaded.bytes == len(content)
+        batch = await client.batches.create(input_file_id=uploaded.id, endpoint=url, completion_window="24h")
+        async with asyncio.timeout(240.0):
+            while batch.status != "completed":
+                assert batch.status in ("validating", "in_progress", "finalizing"), batch.errors
+                await asyncio.sleep(0.05)
+                batch = await client.batches.retrieve(batch.id)
+        assert batch.request_counts is not None
+        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (6, 5, 1)
+        assert batch.output_file_id
+        assert batch.error_file_id
+        answered = (await client.files.content(batch.output_file_id)).text.splitlines()
+        assert {json.loads(line)["custom_id"] for line in answered} == {f"r{number}" for number in range(5)}
+        (failed,) = (await client.files.content(batch.error_file_id)).text.splitlines()
+        assert json.loads(failed)["error"]["param"] == "n"
+        assert [one.id async for one in client.batches.list()] == [batch.id]
+        assert uploaded.id in {one.id async for one in client.files.list()}
+        assert (await client.files.delete(uploaded.id)).deleted
+    async with service.async_client(OTHER_KEY) as stranger:
+        with pytest.raises(openai.NotFoundError):
+            await stranger.files.content(batch.output_file_id)
+        with pytest.raises(openai.NotFoundError):
+            await stranger.batches.retrieve(batch.id)
 
 
 async def test_curl_of_the_readme(service: Service) -> None:

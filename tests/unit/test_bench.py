@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from router import decision_bench, tokenise_bench
+from router import decision_bench, http_bench, tokenise_bench
 from router.bench import figures_text
 from router.cli import main
 from shared.directory import bench as directory_bench
+from tests.support.tokenizers import write_model_folder
 from worker import bench, transport_bench
 from worker.bench import Sizes
 
@@ -57,6 +59,23 @@ async def test_tokenise_gives_every_figure_for_both_kinds_of_tokenizer():
     assert all(figures[name] > 0 for name in figures if name != "seed")
     assert min(figures["chat_tokens"], figures["llama2_chat_tokens"]) >= 1_500
     assert len(said) == 3
+
+
+@pytest.mark.slow
+async def test_http_gives_every_figure_with_its_spread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(http_bench, "prepare_model", lambda name, folder: write_model_folder(tmp_path / "model"))
+    said: list[str] = []
+    figures = await http_bench.measure(said.append, num_requests=8, num_rounds=1, num_stream_tokens=4, num_streams=2)
+    names = {f"{name}_{kind}" for kind in ("short", "long") for name in ("rps", "cpu_s_per_1000", "prompt_tokens")}
+    assert set(figures) == {
+        *("seed", "num_requests", "num_streams", "added_latency_ms_p50", *names),
+        *(f"cpu_s_per_1000_{kind}_max" for kind in ("short", "long")),
+        *("stream_tokens_per_s_per_core", "stream_tokens_per_s_per_core_min"),
+    }
+    assert (figures["seed"], figures["num_requests"], figures["num_streams"]) == (0, 8, 2)
+    assert all(figures[name] > 0 for name in figures if name != "seed")
+    assert figures["prompt_tokens_long"] > figures["prompt_tokens_short"]
+    assert len(said) == 4
 
 
 @pytest.mark.redis

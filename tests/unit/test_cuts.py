@@ -56,6 +56,13 @@ def test_pieces_make_up_the_text_and_begin_at_marks_and_between_words() -> None:
     ]
 
 
+def test_short_texts_between_marks_share_a_piece() -> None:
+    cuts = replace(find_cuts(byte_level_tokenizer(), MARKS), piece_chars=80)
+    text = "<|im_start|>a<|im_end|>\n<|im_start|>b<|im_end|>\n<|im_start|>c"
+    assert cuts.pieces(text) == ["<|im_start|>a<|im_end|>\n", "<|im_start|>b<|im_end|>\n", "<|im_start|>c"]
+    assert cuts.pieces("") == []
+
+
 def test_text_that_begins_alike_has_pieces_in_common(llama_2: str) -> None:
     cuts = find_cuts(Tokenizer.from_str(llama_2), ["<s>", "</s>"])
     text = "<s>[INST] " + words_of()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,8 @@ def counted(encoded: list[list[str]]) -> Segments:
         encoded.append(list(texts))
         return [found.ids for found in raw.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    return Segments(encode_all, find_cuts(raw, SPECIAL_TOKENS[1:]), max_bytes=20_000)
+    cuts = replace(find_cuts(raw, SPECIAL_TOKENS[1:]), piece_chars=4)
+    return Segments(encode_all, cuts, max_bytes=20_000)
 
 
 def tokens(segments: Segments, text: str, salt: str = "") -> bytes:
