@@ -16,7 +16,7 @@ from router.membership import STATES, Membership
 from router.policies.base import Loads
 from router.suspicion import Suspicion
 from shared.directory.base import Directory, RouterPlace, WorkerRecord
-from shared.errors import AuthenticationFailed, DirectoryUnavailable, KvrouteError, WorkerLost, WorkerSilent
+from shared.errors import AuthenticationFailed, DirectoryUnavailable, EngineDied, KvrouteError, WorkerLost, WorkerSilent
 from shared.hashing import pack_tokens
 from shared.transport.base import OnChange, WorkerClient
 from shared.types import Instance, RequestId, RouterId, Sampling, WorkerId
@@ -258,10 +258,8 @@ class Fleet:
     def note_failure(self, booking: Booking, error: Exception) -> None:
         """Count a broken connection or a failure of the engine against the worker. Modifies."""
         member = self._members.get(booking.worker)
-        if isinstance(error, WorkerLost) and member is not None and member.claims is booking.claims:
-            # Told over a connection that stands: the worker's own last word.
-            member.is_ending |= member.client.is_connected
-            self._is_roll_due = True
+        if isinstance(error, EngineDied) and member is not None and member.claims is booking.claims:
+            member.is_ending = self._is_roll_due = True
         num_failures = self._suspicion.note_failure(booking.instance)
         if num_failures:
             logger.warning(

@@ -26,7 +26,7 @@ class Membership:
     """The number of the last send that went to it, of all sends of this router."""
     probe: asyncio.Task[None] | None = None
     is_ending: bool = False
-    """Whether it has said that it dies; its connection may stand for a moment yet."""
+    """Whether it has said that its engine died; its connection may stand for a moment yet."""
     is_silent: bool = False
     """Whether its silence has been told of, and no word of it since."""
     state: str = "away"

@@ -151,6 +151,12 @@ class WorkerLost(TransientError):
     code = "worker_lost"
 
 
+class EngineDied(WorkerLost):
+    """The worker says that its engine has died: it will answer nothing more."""
+
+    code = "engine_died"
+
+
 class WorkerLeft(WorkerLost):
     """The worker ended on purpose, with the request under way: nothing speaks against the request."""
 

@@ -128,6 +128,7 @@ NOT_IMPORTED = {
     "httptools": "uvicorn uses it by name",
     "jinja2": "transformers renders chat templates with it",
     "mypy": "a command",
+    "playwright": "browser tests import it where it is installed",
     "pytest-asyncio": "a plugin",
     "pytest-timeout": "a plugin",
     "ruff": "a command",

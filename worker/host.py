@@ -11,7 +11,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.errors import ConfigError, EngineError, KvrouteError, Overloaded, ProtocolError, WorkerLeft, WorkerLost
+from shared.errors import (
+    ConfigError,
+    EngineDied,
+    EngineError,
+    KvrouteError,
+    Overloaded,
+    ProtocolError,
+    WorkerLeft,
+    WorkerLost,
+)
 from shared.messages import Ack, Cancel, Inspect, Refused, Submit, decode
 from shared.transport.base import Channel, Timings
 from shared.transport.channel import SilenceGuard, local_pair
@@ -150,7 +159,7 @@ class WorkerHost:
     def engine_died(self, reason: str) -> None:
         """Tell every router that this worker is lost, and end. For the engine's `on_death`."""
         _logger.error("engine of worker %s died: %s", self._worker, reason)
-        self._start_ending(WorkerLost(f"the engine of worker {self._worker} died: {reason}"))
+        self._start_ending(EngineDied(f"the engine of worker {self._worker} died: {reason}"))
 
     async def close(self) -> None:
         """Stop listening, end every request, tell the routers. The engine itself stays as it is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shared.errors import (
     ClientError,
     ContextTooLong,
+    EngineDied,
     EngineError,
     InvalidRequest,
     KvrouteError,
@@ -27,6 +28,7 @@ _ERRORS: tuple[type[ClientError] | type[TransientError], ...] = (
     Overloaded,
     Outpaced,
     WorkerLost,
+    EngineDied,
     WorkerLeft,
     EngineError,
 )

@@ -29,7 +29,8 @@ def test_metrics_of_several_processes_are_one_text() -> None:
     for router in ("0", "1"):
         metrics = Metrics()
         metrics.note_failover("stream")
-        metrics.note_workers({"ready": 2 + int(router)}, ['w"0'])
+        metrics.add_gauges("kvroute_workers", "Workers by state.", "state", lambda: {"ready": 2 + int(router)})  # noqa: B023
+        metrics.add_gauges("kvroute_worker_cache_unaware", "By name.", "worker", lambda: {'w"0': 1})
         texts[router] = metrics.render().decode()
     families = {family.name: family for family in text_string_to_metric_families(merged_metrics(texts).decode())}
     alone = {family.name: family for family in text_string_to_metric_families(texts["0"])}
