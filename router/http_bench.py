@@ -222,6 +222,7 @@ class _Rig:
                 listener = listen("127.0.0.1", 0)
                 self._port = listener.getsockname()[1]
                 async with serving_http(front, [listener], front.limits):
+                    # As a server does once it has started.
                     gc.collect()
                     gc.freeze()
                     yield self

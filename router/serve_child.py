@@ -14,7 +14,7 @@ import uvloop
 
 from router import attach, runfile
 from router.http_server import listen, serving_http
-from router.serve import make_front, open_files, read_keys
+from router.serve import make_front, open_files, read_keys, set_apart_what_stays
 from router.siblings import listen_for_siblings
 from router.workers import Workers, serving_of
 from shared.config import Settings
@@ -38,6 +38,7 @@ async def serve(order: dict[str, Any]) -> None:
         front = make_front(serving, entries, files=files, folder=folder, num_routers=num_routers)
         with listen(settings.host, order["port"], is_shared=True) as shared, listen_for_siblings(folder, number) as own:
             async with serving_http(front, [shared, own], front.limits):
+                set_apart_what_stays()
                 sys.stdout.write("ready\n")
                 sys.stdout.flush()
                 ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
