@@ -20,15 +20,12 @@ from typing import Any
 from router.batch import BatchLimits
 from router.batch_book import BatchBook
 from router.batch_service import BatchRuns, BatchService
-from router.dashboard import dashboard_app
-from router.explain import explain, read_body
 from router.http import Backend, Front
 from router.http_call import App, Limits
 from router.http_files import FilesApi
 from router.http_server import is_loopback, listen, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
-from router.overview import Overview, Viewpoint
-from router.prompts import prompt_tokens
+from router.serve_dashboard import dashboard_of
 from router.serving import Say, Serving
 from router.siblings import Siblings, all_metrics, listen_for_siblings
 from router.stored_files import FileStore
@@ -118,13 +115,17 @@ def make_front(
     max_model_len_tokens = serving.max_model_len_tokens
     backend = Backend.over(serving.router, serving.tokenizer, settings.model_name, max_model_len_tokens, policy)
     limits = Limits(max_body_bytes=max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * max_model_len_tokens))
+    book = None if files is None else files[1]
     front = Front(
         backend,
         ring,
         # What must be told apart is drawn by the system, not from the seed: two servers may have the same.
         name=secrets.token_hex(6),
         limits=limits,
-        mounts={"dashboard": _dashboard(serving, lambda: front.is_draining), **(mounts or {})},
+        mounts={
+            "dashboard": dashboard_of(serving, book, lambda: front.is_draining),
+            **(mounts or {}),
+        },
         files_api=None if files is None else FilesApi(*files, limits),
         all_metrics=None if folder is None else partial(all_metrics, folder, num_routers),
     )
@@ -149,22 +150,6 @@ def make_batch_service(
         caller_of=_key_ring(settings, entries, 1).caller_of,
     )
     return BatchService(runs, *files, random.Random(settings.seed))
-
-
-def _dashboard(serving: Serving, is_ending: Callable[[], bool]) -> App:
-    viewpoint = Viewpoint(serving.router)
-
-    async def take(with_history: bool) -> Overview:
-        return await viewpoint.take(with_history=with_history)
-
-    async def explained(raw: bytes) -> Mapping[str, Any]:
-        prompt = read_body(raw)
-        token_ids = await asyncio.to_thread(
-            prompt_tokens, prompt, serving.tokenizer, serving.settings, add_generation_prompt=True
-        )
-        return (await explain(serving.router, token_ids, salt=prompt.salt)).to_json()
-
-    return dashboard_app(take, explained, is_ending=is_ending)
 
 
 def open_files(settings: Settings) -> tuple[FileStore, BatchBook]:
