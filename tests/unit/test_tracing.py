@@ -103,7 +103,7 @@ def test_failover_stands_below_the_request_and_says_what_failed() -> None:
         assert tree["request"] == ["match", "queue", "rank", "prefill", "failover"]
         assert tree["failover"] == ["match", "queue", "rank", "prefill", "decode"]
         broken, *_ = [span for span in recorded.spans if span.name == "prefill" and not span.status.is_ok]
-        assert broken.status.description == "worker_lost"
+        assert broken.status.description == "engine_died"
         assert recorded.one("failover").attributes["kvroute.attempt"] == 2
 
     run_virtual(scenario())
