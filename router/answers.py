@@ -16,11 +16,8 @@ from router.openai import ParsedRequest, Usage
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Detokenizer, Tokenizer
 from shared.errors import EngineError
-from shared.hashing import pack_tokens
+from shared.hashing import TOKEN_SIZE_BYTES
 from shared.types import FinishReason, RequestId
-
-_DECODING_CONTEXT_TOKENS = 16
-"""End of a prompt that the decoding of its answer may look at; more than it does."""
 
 
 class Generate(Protocol):
@@ -58,8 +55,10 @@ class Answer:
     async def pieces(self, generate: Generate) -> AsyncGenerator[Piece, None]:
         """Text as it becomes certain; the last piece has `finish`. Closing it early cancels the request."""
         detokenizer = self.new_detokenizer()
+        is_over = False
         stream = cast("AsyncGenerator[Generated, None]", generate(self.request, self.trace))
         async with aclosing(stream):
+            # Read to its end, since to close it before cancels what it does then.
             async for generated in stream:
                 finish = generated.finish
                 text = detokenizer.push(generated.token_ids, finish)
@@ -68,12 +67,15 @@ class Answer:
                 if finish is FinishReason.ABORT:
                     break
                 if finish is not None:
+                    is_over = True
                     self.num_tokens = detokenizer.num_tokens
                     yield Piece(text, finish)
-                    return
-                if text:
+                    if detokenizer.is_stopped:
+                        return
+                elif text:
                     yield Piece(text, None)
-        raise EngineError("the engine gave the request up")
+        if not is_over:
+            raise EngineError("the engine gave the request up")
 
     async def whole(self, generate: Generate) -> tuple[str, FinishReason]:
         """All of the text, and why it ended. Cancelling cancels the request."""
@@ -83,31 +85,25 @@ class Answer:
             return "".join([piece.text for piece in found]), cast(FinishReason, found[-1].finish)
         # Nobody looks at the text before its end, so that it is made in one go.
         token_ids: list[int] = []
+        finish: FinishReason | None = None
         stream = cast("AsyncGenerator[Generated, None]", generate(self.request, self.trace))
         async with aclosing(stream):
             async for generated in stream:
                 token_ids += generated.token_ids
                 finish = generated.finish
-                if finish is not None and finish is not FinishReason.ABORT:
-                    detokenizer = self.new_detokenizer()
-                    text = detokenizer.push(token_ids, finish)
-                    self.num_tokens = detokenizer.num_tokens
-                    return text, finish
-        raise EngineError("the engine gave the request up")
+        if finish is None or finish is FinishReason.ABORT:
+            raise EngineError("the engine gave the request up")
+        detokenizer = self.new_detokenizer()
+        text = detokenizer.push(token_ids, finish)
+        self.num_tokens = detokenizer.num_tokens
+        return text, finish
 
 
-async def tokenize(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each prompt.
-
-    Raises:
-        InvalidRequest: a prompt cannot be tokenised.
-    """
+async def tokenise(parsed: ParsedRequest, tokenizer: Tokenizer, salt: str) -> list[bytes]:
+    """Packed token ids of each prompt. Raises `InvalidRequest` for one that cannot be tokenised."""
     if parsed.messages is not None:
-        return [await tokenizer.encode_chat(parsed.messages)]
-    return [
-        await tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.check_token_ids(prompt)
-        for prompt in parsed.prompts
-    ]
+        return [await tokenizer.tokens_of(messages=parsed.messages, salt=salt)]
+    return [await tokenizer.tokens_of(prompt=prompt, salt=salt) for prompt in parsed.prompts]
 
 
 async def answers_to(
@@ -118,6 +114,7 @@ async def answers_to(
     max_model_len_tokens: int,
     salt: str,
     tenant: str = "",
+    added_priority: int = 0,
 ) -> list[Answer]:
     """The answers that a request asks for, in the order of its prompts; requests are named after `name`.
 
@@ -126,15 +123,10 @@ async def answers_to(
         ContextTooLong: a prompt and its answer do not fit.
     """
     answers: list[Answer] = []
-    for token_ids in await tokenize(parsed, tokenizer):
-        sampling = parsed.sampling(len(token_ids), max_model_len_tokens)
-        packed = pack_tokens(token_ids)
+    for packed in await tokenise(parsed, tokenizer, salt):
+        sampling = parsed.sampling(len(packed) // TOKEN_SIZE_BYTES, max_model_len_tokens)
         new_detokenizer = partial(
-            tokenizer.detokenizer,
-            # Not all of them, since they would live as long as the answer.
-            token_ids[-_DECODING_CONTEXT_TOKENS:],
-            stop=parsed.stop,
-            stop_token_ids=sampling.stop_token_ids,
+            tokenizer.detokenizer, packed, stop=parsed.stop, stop_token_ids=sampling.stop_token_ids
         )
         for number in range(parsed.num_choices):
             index = len(answers)
@@ -144,7 +136,7 @@ async def answers_to(
                 # As vLLM derives them, so that the first answer is that of a request with n = 1.
                 sampling if sampling.seed is None or not number else replace(sampling, seed=sampling.seed + number),
                 salt=salt,
-                priority=parsed.priority,
+                priority=parsed.priority + added_priority,
                 tenant=tenant,
             )
             answers.append(Answer(index, request, new_detokenizer, bool(parsed.stop)))

@@ -19,12 +19,14 @@ from typing import Any, TextIO, cast
 from router.answers import Answer, Generate, answers_to, usage_of
 from router.batch_file import Journal, Row, check_input, error_record, read_rows, result_record
 from router.batch_report import BatchReport, Tally
+from router.keys import ANYBODY, Caller
+from router.known_keys import KnownKeys
 from router.openai import Endpoint, Usage, completion_body, parse_request
 from router.progress import Progress
 from router.requests import RequestTrace
 from router.tokenizer import Tokenizer
 from shared.errors import AttemptsExhausted, EngineError, KvrouteError, NoWorker, TransientError
-from shared.hashing import block_keys, num_usable_blocks, root_key
+from shared.hashing import num_usable_blocks
 from shared.types import CacheScheme, FinishReason, RequestId
 
 __all__ = ["BatchLimits", "BatchReport", "Generate", "OnRow", "PreparedBatch", "Row", "prepare_batch", "run_batch"]
@@ -93,6 +95,8 @@ async def run_batch(
     on_row: OnRow | None = None,
     progress: bool | None = None,
     progress_stream: TextIO | None = None,
+    caller: Caller = ANYBODY,
+    added_priority: int = 0,
 ) -> BatchReport:
     """Run all rows that the output does not hold yet.
 
@@ -111,6 +115,9 @@ async def run_batch(
         generate=generate,
         tokenizer=tokenizer,
         scheme=scheme,
+        known_keys=KnownKeys(scheme),
+        caller=caller,
+        added_priority=added_priority,
         served_model=prepared.served_model,
         max_model_len_tokens=max_model_len_tokens,
         rng=rng,
@@ -165,6 +172,10 @@ class _Run:
     generate: Generate
     tokenizer: Tokenizer
     scheme: CacheScheme
+    known_keys: KnownKeys
+    caller: Caller
+    """Whose rows they are."""
+    added_priority: int
     served_model: str
     max_model_len_tokens: int
     rng: random.Random
@@ -238,7 +249,9 @@ class _Run:
             self.tokenizer,
             name=f"batch-{self.name}-{row.line}",
             max_model_len_tokens=self.max_model_len_tokens,
-            salt=parsed.cache_salt,
+            salt=self.caller.salted(parsed.cache_salt),
+            tenant=self.caller.tenant,
+            added_priority=self.added_priority,
         )
         answer, text, finish = await self._generate_insisting(answer)
         usage = usage_of([answer], num_choices=1)
@@ -288,8 +301,7 @@ class _Run:
 
     def _count(self, result: _Result) -> None:
         request, usage = result.answer.request, result.usage
-        root = root_key(self.scheme, salt=request.salt, adapter=request.adapter)
-        keys = block_keys(request.token_ids, self.scheme.block_size_tokens, root)
+        keys = self.known_keys.of(request.token_ids, salt=request.salt, adapter=request.adapter)
         num_usable = num_usable_blocks(usage.prompt_tokens, self.scheme.block_size_tokens)
         self.tally.answered(usage, result.answer.trace, keys, num_usable)
         self.progress.answered(usage)

@@ -16,6 +16,8 @@ BENCHMARKS: Mapping[str, str] = MappingProxyType(
         "blocks": "worker.bench",
         "decision": "router.decision_bench",
         "directory": "shared.directory.bench",
+        "http": "router.http_bench",
+        "tokenise": "router.tokenise_bench",
         "transport": "worker.transport_bench",
     }
 )

@@ -95,6 +95,7 @@ _SERVER_FLAGS = (
     ("port", "N", "Port that `serve` listens on; 0: any free one."),
     ("api-key", "KEY", "Key that requests must show; default: none is asked for."),
     ("api-key-file", "FILE", "Keys that requests must show one of, as YAML; see README."),
+    ("files-dir", "DIR", "Where `serve` keeps files and batches; default: the user's cache folder."),
     *_DRAIN_FLAGS,
 )
 _BATCH_FLAGS = (("max-in-flight", "N", "Batch rows under way at once."),)

@@ -28,8 +28,6 @@ from shared.hashing import parity_key, tokenizer_fingerprint
 from shared.telemetry import set_up_logging
 from shared.types import CacheScheme, WorkerId
 
-_ON_A_FAST_LOOP = ("serve",)
-"""Commands that carry much traffic."""
 _IN_FLIGHT_PER_SEQ = 4
 """Batch rows under way for each sequence that the workers can run: enough to choose from, few enough to stay fresh."""
 
@@ -62,7 +60,8 @@ def run(
     # A policy that cannot be made must stop the command before it starts anything.
     make_policy(settings.policy)
     try:
-        with asyncio.Runner(loop_factory=_fast_loop() if command in _ON_A_FAST_LOOP else None) as runner:
+        is_http = command == "serve" or (command, own.get("benchmark")) == ("bench", "http")
+        with asyncio.Runner(loop_factory=_fast_loop() if is_http else None) as runner:
             return runner.run(_interruptible(_COMMANDS[command](Invocation(settings, own, say, show))))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
@@ -140,10 +139,11 @@ async def run_rows(
 async def _serve(call: Invocation) -> int:
     from router.serve import run_serve
 
+    num_routers = _count("--routers", call.own["routers"], "processes", 64)
     run = _run_to_attach(call)
     settings = _with_run(call.settings, run)
     launch.require_model(settings)
-    is_interrupted = await run_serve(settings, _serving(call, settings, run), call.say)
+    is_interrupted = await run_serve(settings, _serving(call, settings, run), num_routers, call.say)
     call.say("stopped")
     return EXIT_INTERRUPTED if is_interrupted else EXIT_OK
 
@@ -187,7 +187,7 @@ async def _explain(call: Invocation) -> int:
 
 
 async def _scale(call: Invocation) -> int:
-    num_workers = _worker_count(call.own["num_workers"])
+    num_workers = _count("scale", call.own["num_workers"], "workers", 4096, "; `kvroute down` ends all workers")
     run = await deployment.scale(call.run_dir, num_workers, call.settings, call.say)
     call.say(f"{len(run.workers)} workers serve {run.settings['model']}: {', '.join(run.workers)}")
     return EXIT_OK
@@ -199,10 +199,9 @@ async def _drain(call: Invocation) -> int:
     return EXIT_OK
 
 
-def _worker_count(text: str) -> int:
-    most = 4096
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= most:
-        raise ConfigError(f"scale {text}: not a number of workers from 1 to {most}; `kvroute down` ends all workers")
+def _count(flag: str, text: str, what: str, most: int, hint: str = "") -> int:
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:20]) <= most:
+        raise ConfigError(f"{flag} {text}: not a number of {what} from 1 to {most}{hint}")
     return int(text)
 
 

@@ -13,14 +13,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.resources import files
+from importlib import resources
 
 from router.answers import Answer, Generate, all_wholes, answers_to, merged, usage_of
 from router.chunks import DONE, Chunks
 from router.fields import brief_name
 from router.http_call import App, Call, ClientGone, Header, Limits, Receive, Scope, Send, WhileConnected, log_failure
+from router.http_files import FilesApi
 from router.keys import ANYBODY, UNLIMITED, Allowance, Caller, KeyRing
 from router.openai import Endpoint, ParsedRequest, completion_body, parse_request
+from router.service import Router
+from router.siblings import OWN_METRICS_PATH
 from router.tokenizer import Tokenizer
 from shared import __version__
 from shared.errors import MethodNotAllowed, ModelNotFound, NotFound, NoWorker
@@ -33,8 +36,11 @@ _EVENTS: Sequence[Header] = (
     # Proxies of the kind of nginx gather what they pass on unless they are told not to.
     (b"x-accel-buffering", b"no"),
 )
+_METRICS: Sequence[Header] = ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)
 _NO_WORKER_RETRY_S = 2.0
 _COMING_STATES = ("ready", "resting", "away")
+_STATE_S = 0.1
+"""How long a look at the workers' states is good for: to take one costs as much as a small request."""
 _DRAINING_RETRY_S = 1.0
 """By then a balancer has noticed, and another server answers."""
 
@@ -48,11 +54,22 @@ class Backend:
     tokenizer: Tokenizer
     generate: Generate
     policy: str
-    has_workers: Callable[[], bool]
-    """Whether there is a worker that may be sent to now; asked for each request."""
     state_to_count: Callable[[], Mapping[str, int]]
     """Workers by state, as `Fleet` tells them."""
-    render_metrics: Callable[[], bytes | Awaitable[bytes]]
+    render_metrics: Callable[[], bytes]
+
+    @classmethod
+    def over(cls, router: Router, tokenizer: Tokenizer, model: str, max_model_len_tokens: int, policy: str) -> Backend:
+        """A router in this process."""
+        return cls(
+            model=model,
+            max_model_len_tokens=max_model_len_tokens,
+            tokenizer=tokenizer,
+            generate=router.generate,
+            policy=policy,
+            state_to_count=router.fleet.state_to_count,
+            render_metrics=router.render_metrics,
+        )
 
 
 Handler = Callable[[Call, Caller, Allowance], Awaitable[None]]
@@ -79,12 +96,17 @@ class Front:
         name: str,
         limits: Limits | None = None,
         mounts: Mapping[str, App] | None = None,
+        all_metrics: Callable[[], Awaitable[bytes]] | None = None,
+        files_api: FilesApi | None = None,
     ) -> None:
-        """`name` keeps the ids of this front's answers apart from those of others."""
+        """`name` keeps the ids of this front's answers apart from those of others; `all_metrics` tells of them all."""
         self.limits = limits or Limits()
         self.is_draining = False
         """Whether new work is refused, so that what is under way can end."""
+        self._all_metrics = all_metrics
+        self._files_api = files_api
         self._is_cut = False
+        self._has_workers_until_s = 0.0
         self._under_way: set[asyncio.Task[None]] = set()
         self._backend = backend
         self._policy = backend.policy.encode()
@@ -93,7 +115,7 @@ class Front:
         self._numbers = itertools.count(1)
         self._created = int(time.time())
         self._mounts = dict(mounts or {})
-        self._description = files("router").joinpath("static", "openapi.json").read_bytes()
+        self._description = resources.files("router").joinpath("static", "openapi.json").read_bytes()
         self._routes = {
             "/v1/chat/completions": _Route({"POST": partial(self._complete, Endpoint.CHAT)}, is_open=False),
             "/v1/completions": _Route({"POST": partial(self._complete, Endpoint.COMPLETIONS)}, is_open=False),
@@ -103,6 +125,7 @@ class Front:
             "/ready": _Route({"GET": self._ready}, is_open=True),
             "/version": _Route({"GET": self._version}, is_open=True),
             "/metrics": _Route({"GET": self._metrics}, is_open=True),
+            OWN_METRICS_PATH: _Route({"GET": self._own_metrics}, is_open=True),
             "/openapi.json": _Route({"GET": self._openapi}, is_open=True),
         }
 
@@ -168,8 +191,10 @@ class Front:
                 await call.pass_on(app)
 
             return _Route(dict.fromkeys(("GET", "POST", "PUT", "DELETE"), run), is_open=False)
-        if rest.startswith("models/") and first == "v1":
+        if first == "v1" and rest.startswith("models/"):
             return _Route({"GET": self._model}, is_open=False)
+        if first == "v1" and self._files_api is not None and (handlers := self._files_api.methods_of(rest)) is not None:
+            return _Route(handlers, is_open=False)
         raise NotFound(f"Unknown request URL: {call.method} {call.path[:100]}. See /openapi.json for what is served.")
 
     async def _complete(self, endpoint: Endpoint, call: Call, caller: Caller, allowance: Allowance) -> None:
@@ -268,10 +293,13 @@ class Front:
 
     def _check_workers(self) -> None:
         """Raise where there is nobody to wait for. Workers that rest or reconnect are waited for."""
-        if not self._backend.has_workers():
-            state_to_count = self._backend.state_to_count()
-            if not any(state_to_count[state] for state in _COMING_STATES):
-                raise NoWorker("no worker is ready", retry_after_s=_NO_WORKER_RETRY_S)
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._has_workers_until_s:
+            return
+        state_to_count = self._backend.state_to_count()
+        if not any(state_to_count[state] for state in _COMING_STATES):
+            raise NoWorker("no worker is ready", retry_after_s=_NO_WORKER_RETRY_S)
+        self._has_workers_until_s = now_s + _STATE_S
 
     async def _models(self, call: Call, caller: Caller, allowance: Allowance) -> None:
         await call.respond_json({"object": "list", "data": [self._model_body()]})
@@ -308,9 +336,12 @@ class Front:
         await call.respond_json({"version": __version__})
 
     async def _metrics(self, call: Call, caller: Caller, allowance: Allowance) -> None:
-        rendered = self._backend.render_metrics()
-        text = rendered if isinstance(rendered, bytes) else await rendered
-        await call.respond(200, text, ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),))
+        await call.respond(
+            200, await self._all_metrics() if self._all_metrics else self._backend.render_metrics(), _METRICS
+        )
+
+    async def _own_metrics(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        await call.respond(200, self._backend.render_metrics(), _METRICS)
 
     async def _openapi(self, call: Call, caller: Caller, allowance: Allowance) -> None:
         await call.respond(200, self._description)

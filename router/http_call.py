@@ -100,7 +100,7 @@ class Call:
             async with asyncio.timeout(limits.body_timeout_s):
                 has_more = True
                 while has_more and not is_too_large:
-                    part, has_more = await self._next_part()
+                    part, has_more = await self.next_part()
                     parts.append(part)
                     num_bytes += len(part)
                     is_too_large = num_bytes > limits.max_body_bytes
@@ -112,7 +112,7 @@ class Call:
             await self._refuse_body(limits, has_more)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _next_part(self) -> tuple[bytes, bool]:
+    async def next_part(self) -> tuple[bytes, bool]:
         """Some more of the body, and whether that was not all. Raises `ClientGone`."""
         message = await self.receive()
         if message["type"] == "http.disconnect":
@@ -125,7 +125,7 @@ class Call:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.0 if b"expect" in self.headers else limits.linger_s):
                 while has_more and num_reads < _MAX_LINGER_READS:
-                    _, has_more = await self._next_part()
+                    _, has_more = await self.next_part()
                     num_reads += 1
         raise BodyTooLarge(f"the request's body is over the limit of {limits.max_body_bytes} bytes")
 

@@ -161,6 +161,11 @@ class KeyRing:
         """Whether no key is asked for."""
         return not self._held
 
+    def caller_of(self, tenant: str) -> Caller | None:
+        """Whom requests of a tenant come from; `None` where none of its keys is there any more."""
+        callers = [held.caller for held in self._held] or [ANYBODY]
+        return next((caller for caller in callers if caller.tenant == tenant), None)
+
     def identify(self, authorization: bytes | None) -> tuple[Caller, Allowance]:
         """Whose key an `authorization` header shows: as a bearer's token, or as a password, as browsers show it.
 

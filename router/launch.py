@@ -59,6 +59,8 @@ class Serving:
     """Ray handles of workers that were started here; empty when attached to a running deployment."""
     store: EmbeddedStore | None
     """The store that was started here; `None` where one was given."""
+    run: runfile.Run
+    """What another process needs to serve over the same workers."""
 
     @property
     def max_model_len_tokens(self) -> int:
@@ -104,7 +106,9 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
         workers = await start_workers(settings, redis_url, secret, say, stack, ids=ids, is_detached=False)
         infos = tuple(info for info, _ in workers.values())
         actors = {worker: actor for worker, (_, actor) in workers.items()}
-        yield await _enter_router(stack, settings, redis_url, secret, model_folder, infos, tag, actors, store)
+        own_settings = settings.model_dump(mode="json", exclude_unset=True)
+        run = runfile.Run(marker, secret.hex(), own_settings, redis_url, workers=tuple(ids), is_ready=True)
+        yield await _enter_router(stack, settings, run, model_folder, infos, actors, store)
 
 
 @contextlib.asynccontextmanager
@@ -118,19 +122,7 @@ async def attached(
         infos = tuple(record.info for record in records)
         if not infos:
             raise NoWorker("`kvroute up` is running, but none of its workers is alive; see `kvroute status`")
-        secret = bytes.fromhex(run.secret)
-        yield await _enter_router(
-            stack,
-            settings,
-            run.redis_url,
-            secret,
-            model_folder,
-            infos,
-            run.worker_tag,
-            {},
-            None,
-            is_observer=is_observer,
-        )
+        yield await _enter_router(stack, settings, run, model_folder, infos, {}, None, is_observer=is_observer)
 
 
 async def live_workers(run: runfile.Run, settings: Settings) -> list[WorkerRecord]:
@@ -195,19 +187,18 @@ async def stop_worker(worker: WorkerId, actor: Any) -> None:
 async def _enter_router(
     stack: contextlib.AsyncExitStack,
     settings: Settings,
-    redis_url: str,
-    secret: bytes,
+    run: runfile.Run,
     model_folder: Path,
     infos: tuple[WorkerInfo, ...],
-    worker_tag: str,
     actors: Mapping[WorkerId, Any],
     store: EmbeddedStore | None,
     *,
     is_observer: bool = False,
 ) -> Serving:
     """A router that is connected to all the workers, and will be to those that join them."""
-    tokenizer = await asyncio.to_thread(Tokenizer, model_folder)
+    tokenizer = await asyncio.to_thread(Tokenizer, model_folder, rng=random.Random(settings.seed))
     scheme = _scheme(settings)
+    secret = bytes.fromhex(run.secret)
     router_id = RouterId(f"router-{secrets.token_hex(4)}")
     # Drawing what must not be guessed is the system's business; everything else follows from the seed.
     rng = random.Random(settings.seed)
@@ -221,7 +212,7 @@ async def _enter_router(
         stack.push_async_callback(tracing.close)
     router = Router(
         router_id,
-        await _connect_directory(redis_url, settings, reader="" if is_observer else router_id),
+        await _connect_directory(run.redis_url, settings, reader="" if is_observer else router_id),
         connect,
         make_policy(settings.policy),
         scheme=scheme,
@@ -232,11 +223,12 @@ async def _enter_router(
         max_held=settings.max_queued,
         queue_timeout_s=settings.queue_timeout_s,
         min_prefix_tokens=settings.min_prefix_tokens,
-        only=_OwnWorkers(worker_tag),
+        only=_OwnWorkers(run.worker_tag),
         refresh_s=settings.heartbeat_s,
         is_observer=is_observer,
         tracing=tracing,
     )
+    tokenizer.expose(router.metrics)
     await stack.enter_async_context(router)
     if not is_observer:
         in_ray = asyncio.create_task(keep_in_ray(router.metrics, {"router": router_id}), name="ray-metrics")
@@ -244,7 +236,7 @@ async def _enter_router(
     missing = {info.worker for info in infos} - set(router.fleet.worker_to_instance)
     if len(missing) == len(infos):
         raise NoWorker(f"no connection to the workers {', '.join(sorted(missing))}")
-    return Serving(settings, router, tokenizer, scheme, infos, actors, store)
+    return Serving(settings, router, tokenizer, scheme, infos, actors, store, run)
 
 
 async def check_given_store(settings: Settings) -> None:

@@ -122,7 +122,7 @@ def parse_request(
         raise ModelNotFound(f"The model '{model}' does not exist; this is '{served_model}'.", param="model")
     own_field = "messages" if endpoint is Endpoint.CHAT else "prompt"
     _refuse_unsupported(endpoint, given, own_field, allow_stream=allow_stream, allow_several=allow_several)
-    values = {name: check(given[name], name) for name, check in _CHECKS.items() if name in given}
+    values = {name: _CHECKS[name](value, name) for name, value in given.items() if name in _CHECKS}
     subject = fields.required(given, own_field)
     is_streamed = values.get("stream", False)
     if "stream_options" in values and not is_streamed:
@@ -246,10 +246,9 @@ def _refuse_unsupported(
     endpoint: Endpoint, given: Mapping[str, Any], own_field: str, *, allow_stream: bool, allow_several: bool
 ) -> None:
     """Raise for the first field that is unknown or asks for what is not done."""
-    refused = {"n"} if not allow_several else set()
-    refused |= {"stream_options"} if not allow_stream else set()
     for name, value in given.items():
-        if name in ("model", own_field) or (name in _CHECKS and name not in refused):
+        is_refused = (name == "n" and not allow_several) or (name == "stream_options" and not allow_stream)
+        if name in ("model", own_field) or (name in _CHECKS and not is_refused):
             if name == "max_completion_tokens" and endpoint is not Endpoint.CHAT:
                 raise InvalidRequest(f"Unrecognized request argument supplied: {name}", param=name)
             if name == "stream" and fields.flag(value, name) and not allow_stream:
@@ -274,7 +273,7 @@ def _max_tokens(endpoint: Endpoint, values: Mapping[str, Any]) -> int | None:
 
 
 def _sampling_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    options = {name: values[name] for name in _SAMPLING_CHECKS if name in values}
+    options = {name: value for name, value in values.items() if name in _SAMPLING_CHECKS}
     if options.get("top_k") == -1:
         options["top_k"] = 0  # vLLM's older word for no limit
     if options.get("top_p") == 0.0:

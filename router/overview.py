@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
@@ -151,7 +151,7 @@ class Viewpoint:
     """A router, and what else belongs in its picture."""
 
     router: Router
-    jobs: Callable[[], Sequence[BatchJob]] = tuple
+    jobs: Callable[[], Awaitable[Sequence[BatchJob]]] | None = None
     flags: list[Callable[[], Sequence[Flag]]] = field(default_factory=list)
     """Further things to tell of, each asked whenever somebody looks."""
 
@@ -184,7 +184,7 @@ class Viewpoint:
             groups=tuple([await self._group_row(group) for group in watch.groups.hottest(_SHOWN_GROUPS)]),
             decisions=tuple(watch.decisions.last(_SHOWN_DECISIONS)),
             store=_store_health(router),
-            jobs=tuple(self.jobs()),
+            jobs=() if self.jobs is None else tuple(await self.jobs()),
         )
 
     async def _group_row(self, group: Group) -> GroupRow:

@@ -4,44 +4,81 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import random
 import secrets
 import signal
 import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from router.dashboard import dashboard_app
-from router.explain import explain, read_body
+from router.batch import BatchLimits
+from router.batch_book import BatchBook
+from router.batch_service import BatchRuns, BatchService
 from router.http import Backend, Front
 from router.http_call import App, Limits
+from router.http_files import FilesApi
 from router.http_server import is_loopback, listen, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
 from router.launch import Say, Serving
-from router.overview import Overview, Viewpoint
-from router.prompts import prompt_tokens
+from router.serve_dashboard import dashboard_of
+from router.siblings import Siblings, all_metrics, listen_for_siblings
+from router.stored_files import FileStore
 from shared.config import Settings
 from shared.errors import ConfigError
 
+_IN_FLIGHT_PER_SEQ = 2
+"""Batch rows under way for each sequence that the workers can run: less than a batch alone has, since others wait."""
 _MIN_BODY_BYTES = 4 << 20
 _BODY_BYTES_PER_TOKEN = 32
 """Far over what a token's text or id takes in JSON, so that no prompt that fits the context is refused for its size."""
 
 
-async def run_serve(settings: Settings, entering: AbstractAsyncContextManager[Serving], say: Say) -> bool:
-    """Serve over what `entering` gives, until told to end; whether that was by Ctrl-C.
+async def run_serve(
+    settings: Settings, entering: AbstractAsyncContextManager[Serving], num_routers: int, say: Say
+) -> bool:
+    """Serve over what `entering` gives, in so many processes, until told to end; whether that was by Ctrl-C.
 
     Raises:
         ConfigError: the address or the keys are wrong; nothing has been started then.
     """
     entries = await asyncio.to_thread(read_keys, settings)
     _check_exposure(settings, say)
-    with listen(settings.host, settings.port) as listener:
-        async with entering as serving:
-            front = make_front(serving, entries)
-            for line in _banner(serving, listener.getsockname()[1], 1):
-                say(line)
-            return await serve_until_told(front, [listener], settings.drain_timeout_s, say)
+    async with contextlib.AsyncExitStack() as stack:
+        listener = stack.enter_context(listen(settings.host, settings.port, is_shared=num_routers > 1))
+        port = listener.getsockname()[1]
+        serving = await stack.enter_async_context(entering)
+        sockets, siblings, folder = [listener], None, None
+        if num_routers > 1:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-")))
+            sockets.append(stack.enter_context(listen_for_siblings(folder, 0)))
+            orders = [_order(serving, port, folder, number, num_routers) for number in range(1, num_routers)]
+            siblings = await stack.enter_async_context(Siblings(orders, settings.drain_timeout_s, say))
+        files = await asyncio.to_thread(open_files, settings)
+        front = make_front(serving, entries, files=files, folder=folder, num_routers=num_routers)
+        await stack.enter_async_context(make_batch_service(serving, entries, files))
+        for line in _banner(serving, port, num_routers):
+            say(line)
+        return await _serve_until_told(front, sockets, siblings, settings.drain_timeout_s, say)
+
+
+def _order(serving: Serving, port: int, folder: Path, number: int, num_routers: int) -> dict[str, Any]:
+    """What one of several server processes is told; it goes through a pipe, since it holds secrets."""
+    settings = serving.settings.model_dump(mode="json", exclude_unset=True)
+    if "api_key" in settings:
+        settings["api_key"] = serving.settings.api_key.get_secret_value()
+    return {
+        "settings": settings,
+        "run": dataclasses.asdict(serving.run),
+        "port": port,
+        "folder": str(folder),
+        "number": number,
+        "num_routers": num_routers,
+    }
 
 
 def read_keys(settings: Settings) -> list[KeyEntry]:
@@ -58,50 +95,76 @@ def read_keys(settings: Settings) -> list[KeyEntry]:
 
 
 def make_front(
-    serving: Serving, entries: Sequence[KeyEntry], *, mounts: Mapping[str, App] | None = None, num_shares: int = 1
+    serving: Serving,
+    entries: Sequence[KeyEntry],
+    *,
+    mounts: Mapping[str, App] | None = None,
+    files: tuple[FileStore, BatchBook] | None = None,
+    folder: Path | None = None,
+    num_routers: int = 1,
 ) -> Front:
-    """A front over what serves; it is one of `num_shares` that share each key's limits."""
-    settings, router = serving.settings, serving.router
-    clock = asyncio.get_running_loop().time
-    ring = (
-        KeyRing(entries, clock, num_shares=num_shares)
-        if entries
-        else KeyRing.of_one(settings.api_key.get_secret_value(), clock)
+    """A front over what serves. It may be one of several that share each key's limits, and tell their metrics in a
+    `folder`.
+    """
+    settings = serving.settings
+    ring = _key_ring(settings, entries, num_routers)
+    policy = settings.policy.partition(":")[0]
+    max_model_len_tokens = serving.max_model_len_tokens
+    backend = Backend.over(serving.router, serving.tokenizer, settings.model_name, max_model_len_tokens, policy)
+    limits = Limits(max_body_bytes=max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * max_model_len_tokens))
+    dashboard = dashboard_of(serving, None if files is None else files[1], lambda: front.is_draining)
+    front = Front(
+        backend,
+        ring,
+        # What must be told apart is drawn by the system, not from the seed: two servers may have the same.
+        name=secrets.token_hex(6),
+        limits=limits,
+        mounts={"dashboard": dashboard, **(mounts or {})},
+        files_api=None if files is None else FilesApi(*files, limits),
+        all_metrics=None if folder is None else partial(all_metrics, folder, num_routers),
     )
-    backend = Backend(
-        model=settings.model_name,
-        max_model_len_tokens=serving.max_model_len_tokens,
-        tokenizer=serving.tokenizer,
-        generate=router.generate,
-        policy=settings.policy.partition(":")[0],
-        has_workers=lambda: len(router.fleet.loads().workers) > 0,
-        state_to_count=router.fleet.state_to_count,
-        render_metrics=router.render_metrics,
-    )
-    limits = Limits(max_body_bytes=max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * serving.max_model_len_tokens))
-    mounts = {"dashboard": _dashboard(serving, lambda: front.is_draining), **(mounts or {})}
-    # What must be told apart is drawn by the system, not from the seed: two servers may have the same.
-    front = Front(backend, ring, name=secrets.token_hex(6), limits=limits, mounts=mounts)
     return front
 
 
-def _dashboard(serving: Serving, is_ending: Callable[[], bool]) -> App:
-    viewpoint = Viewpoint(serving.router)
+def make_batch_service(
+    serving: Serving, entries: Sequence[KeyEntry], files: tuple[FileStore, BatchBook]
+) -> BatchService:
+    """What runs the batches that come in over HTTP."""
+    settings = serving.settings
+    num_seqs = sum(info.max_num_seqs for info in serving.workers)
+    wanted = settings.max_in_flight or num_seqs * _IN_FLIGHT_PER_SEQ
+    runs = BatchRuns(
+        generate=serving.router.generate,
+        tokenizer=serving.tokenizer,
+        scheme=serving.scheme,
+        model=settings.model_name,
+        max_model_len_tokens=serving.max_model_len_tokens,
+        # Rows beyond what the router holds would only be refused by it.
+        limits=BatchLimits(min(wanted, settings.max_queued)),
+        caller_of=_key_ring(settings, entries, 1).caller_of,
+    )
+    return BatchService(runs, *files, random.Random(settings.seed))
 
-    async def take(with_history: bool) -> Overview:
-        return await viewpoint.take(with_history=with_history)
 
-    async def explained(raw: bytes) -> Mapping[str, Any]:
-        prompt = read_body(raw)
-        token_ids = await asyncio.to_thread(
-            prompt_tokens, prompt, serving.tokenizer, serving.settings, add_generation_prompt=True
-        )
-        return (await explain(serving.router, token_ids, salt=prompt.salt)).to_json()
-
-    return dashboard_app(take, explained, is_ending=is_ending)
+def open_files(settings: Settings) -> tuple[FileStore, BatchBook]:
+    """Where uploads and batches lie. Blocks; raises `ConfigError`."""
+    folder = settings.files_dir or settings.model_cache_dir / "files"
+    try:
+        return FileStore(folder / "files"), BatchBook(folder / "batches")
+    except OSError as error:
+        raise ConfigError(f"--files-dir: cannot write {folder}: {error.strerror}") from None
 
 
-async def serve_until_told(front: Front, sockets: Sequence[socket.socket], drain_timeout_s: float, say: Say) -> bool:
+def _key_ring(settings: Settings, entries: Sequence[KeyEntry], num_shares: int) -> KeyRing:
+    clock = asyncio.get_running_loop().time
+    if entries:
+        return KeyRing(entries, clock, num_shares=num_shares)
+    return KeyRing.of_one(settings.api_key.get_secret_value(), clock)
+
+
+async def _serve_until_told(
+    front: Front, sockets: Sequence[socket.socket], siblings: Siblings | None, drain_timeout_s: float, say: Say
+) -> bool:
     """Serve until SIGTERM or Ctrl-C, and then until nothing is under way; whether it was Ctrl-C.
 
     A second signal, or the end of `drain_timeout_s`, cuts off what is still under way.
@@ -110,16 +173,26 @@ async def serve_until_told(front: Front, sockets: Sequence[socket.socket], drain
     with _catching(signals.put_nowait):
         async with serving_http(front, sockets, front.limits):
             first = await signals.get()
+            if siblings is not None:
+                siblings.end()
             if front.num_under_way:
                 say(f"ending: {front.num_under_way} requests may go on for at most {drain_timeout_s:g} s")
-            ending = asyncio.create_task(front.drain(drain_timeout_s))
+            ending = asyncio.create_task(_ended(front, siblings, drain_timeout_s))
             second = asyncio.create_task(signals.get())
             await asyncio.wait([ending, second], return_when=asyncio.FIRST_COMPLETED)
             for task in (ending, second):
                 task.cancel()
+            if siblings is not None:
+                siblings.cut()
             if front.num_under_way:
                 say(f"{front.num_under_way} requests are cut off")
     return first is signal.SIGINT
+
+
+async def _ended(front: Front, siblings: Siblings | None, timeout_s: float) -> None:
+    await front.drain(timeout_s)
+    if siblings is not None:
+        await siblings.ended()
 
 
 def _check_exposure(settings: Settings, say: Say) -> None:

@@ -16,6 +16,7 @@ from router.continuation import continued, finish_at_border, reasons_against_con
 from router.deadline import UntilDeadline, least_prefill_s
 from router.fleet import Connect, Fleet
 from router.hints import Hints
+from router.known_keys import KnownKeys
 from router.metrics import expose_router
 from router.policies.base import Policy
 from router.queue import HoldQueue, Placement
@@ -34,7 +35,6 @@ from shared.errors import (
     WorkerLeft,
     WorkerLost,
 )
-from shared.hashing import block_keys, root_key
 from shared.telemetry import Metrics
 from shared.types import BlockKey, CacheScheme, FinishReason, RouterId, WorkerId
 
@@ -76,6 +76,7 @@ class Router:
         self.policy = policy
         self.watch = Watch(metrics, policy.name, clock, block_size_tokens=scheme.block_size_tokens)
         self._tracing = tracing
+        self._known_keys = KnownKeys(scheme)
         self._max_attempts = max_attempts
         self._queue_timeout_s = queue_timeout_s
         self.hints = Hints(clock)
@@ -188,8 +189,7 @@ class Router:
         self.queue.note_finished(len(sent))
 
     def _keys(self, request: GenerateRequest) -> Sequence[BlockKey]:
-        root = root_key(self.scheme, salt=request.salt, adapter=request.adapter)
-        return block_keys(request.token_ids, self.scheme.block_size_tokens, root)
+        return self._known_keys.of(request.token_ids, salt=request.salt, adapter=request.adapter)
 
     async def _check_deadline(self, request: GenerateRequest, keys: Sequence[BlockKey]) -> None:
         """Raises `DeadlineExceeded` for a request that nobody could answer in time."""

@@ -6,14 +6,23 @@ Workers get token ids and give token ids; how long a prompt may be is not decide
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import random
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
+from router.cuts import Cuts, prove_cuts
+from router.segments import Lookup, Segments
 from shared.errors import ConfigError, InvalidRequest
-from shared.hashing import tokenizer_fingerprint
+from shared.hashing import TOKEN_SIZE_BYTES, pack_tokens, tokenizer_fingerprint, unpack_tokens
+from shared.telemetry import Readings
 from shared.types import FinishReason
 
 if TYPE_CHECKING:
@@ -22,10 +31,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
+_Result = TypeVar("_Result")
 
 THREAD_THRESHOLD_CHARS = 8192
-"""Longer texts are tokenised in a thread: at 0.3 to 1 us a character they would hold the event loop for over 2 ms; the
-way to a thread and back costs some 0.07 ms."""
+"""Longer texts, what is known of them left out, are tokenised in a thread: at 0.2 to 1 us a character they would hold
+the event loop for over 2 ms; the way to a thread and back costs some 0.05 ms."""
+_RENDER_THRESHOLD_CHARS = 131_072
+"""Longer conversations are rendered and cut in a thread, too: both take some 4 ns a character."""
+_CHARS_PER_MESSAGE = 512
+"""As which a message counts besides its text: its own part of rendering, some 3 us."""
+_NUM_THREADS = 2
+_COMPARED_SHARE = 1 / 1000
+"""Of the prompts, those that are tokenised once more as a whole, in a thread."""
+_PROOF_SEED = 0
+_PROBE_ROLES = (("user", "assistant", "user"), ("system", "user", "assistant", "user"))
+"""Conversations that show what a template writes; not every one takes a system message."""
+_MAX_UNWRITTEN = 32
+"""Special tokens that plain prompts are cut at, where there is no template to tell which are in use."""
 
 _CONTEXT_TOKENS = 6
 """Prompt tokens before the answer that decoding sees, so that a leading space is neither lost nor invented."""
@@ -36,10 +58,15 @@ _REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
-    """One model's tokenizer. Does not change once loaded; safe to use from several threads at once."""
+    """One model's tokenizer; safe to use from several threads at once.
 
-    def __init__(self, folder: Path) -> None:
+    Gives the same ids whatever it was asked before: only how long it takes depends on which texts it has seen.
+    """
+
+    def __init__(self, folder: Path, *, rng: random.Random | None = None) -> None:
         """Read the tokenizer of a model folder. Never goes to the network; takes seconds, for its imports.
+
+        `rng` draws the prompts whose ids are compared; none are without it.
 
         Raises:
             ConfigError: the folder has no usable tokenizer.
@@ -67,15 +94,19 @@ class Tokenizer:
         """Ids that end an answer by themselves."""
         self.fingerprint = tokenizer_fingerprint(folder)
         """Equal for equal tokenizer and template files; see `shared.hashing.tokenizer_fingerprint`."""
+        self._around = self._special_tokens_around(folder)
+        self._rng = rng
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenise")
+        self.segments = Segments(self._encode_all, self._proven_cuts())
 
-    def render_chat(
+    def chat_text(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Token ids of a conversation in the model's chat template.
+    ) -> str:
+        """A conversation in the model's chat template, which writes the special tokens itself.
 
         Raises:
             InvalidRequest: there is no template, or it cannot render these messages; says why.
@@ -83,7 +114,7 @@ class Tokenizer:
         if self._render is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions instead", param="messages")
         try:
-            text = self._render(
+            text: str = self._render(
                 [self._as_template_knows(message) for message in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
@@ -95,34 +126,72 @@ class Tokenizer:
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages: {_first_line(error)}", param="messages"
             ) from error
-        # The template writes the special tokens itself.
-        return self._encode(text, add_special_tokens=False, param="messages")
+        return text
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of `chat_text`. Raises `InvalidRequest` as it does."""
+        return unpack_tokens(
+            self._tokens_of_text(
+                self.chat_text(messages, tools, add_generation_prompt=add_generation_prompt), "messages"
+            )
+        )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer puts around one."""
-        return self._encode(text, add_special_tokens=True, param="prompt")
+        return unpack_tokens(self._tokens_of_text(text, "prompt"))
+
+    async def tokens_of(
+        self,
+        *,
+        messages: Sequence[Message] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        prompt: str | Sequence[int] | None = None,
+        salt: str = "",
+    ) -> bytes:
+        """Packed token ids of a request's `messages` or `prompt`, of which it has one.
+
+        Keeps the event loop free: where there is much text that was not seen under this salt before, a thread works on
+        it. Cancelling ends that work soon.
+
+        Raises:
+            InvalidRequest: the template cannot render the messages, text is not Unicode, or an id is not in the
+                vocabulary.
+        """
+        if prompt is not None and not isinstance(prompt, str):
+            return self._checked(prompt)
+        subject = messages if prompt is None else prompt
+        if subject is None:
+            raise TypeError("neither messages nor a prompt")
+        param = "messages" if prompt is None else "prompt"
+
+        def render() -> str:
+            return subject if isinstance(subject, str) else self.chat_text(subject, tools)
+
+        if _num_chars(subject, tools) > _RENDER_THRESHOLD_CHARS:
+            return await self._in_thread(lambda given_up: self._tokens_of_text(render(), param, salt, given_up))
+        text = render()
+        lookup = self.segments.look_up(text, salt)
+        if lookup.missing_chars <= THREAD_THRESHOLD_CHARS:
+            return self._tokens_of_text(text, param, salt, lookup=lookup)
+        return await self._in_thread(lambda given_up: self._tokens_of_text(text, param, salt, given_up, lookup))
 
     async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """`render_chat` that keeps the event loop free: long conversations are worked on in a thread."""
-        if sum(len(message.get("content") or "") for message in messages) <= THREAD_THRESHOLD_CHARS:
-            return self.render_chat(messages)
-        return await asyncio.to_thread(self.render_chat, messages)
+        """`render_chat` that keeps the event loop free."""
+        return unpack_tokens(await self.tokens_of(messages=messages))
 
     async def encode_prompt(self, text: str) -> list[int]:
         """`encode` that keeps the event loop free."""
-        if len(text) <= THREAD_THRESHOLD_CHARS:
-            return self.encode(text)
-        return await asyncio.to_thread(self.encode, text)
+        return unpack_tokens(await self.tokens_of(prompt=text))
 
     def check_token_ids(self, token_ids: Sequence[int]) -> list[int]:
         """A prompt that came as token ids. Raises `InvalidRequest` for an id that the vocabulary does not have."""
-        if token_ids and max(token_ids) >= self.vocab_size:
-            index = next(index for index, token_id in enumerate(token_ids) if token_id >= self.vocab_size)
-            raise InvalidRequest(
-                f"Invalid 'prompt[{index}]': token id {token_ids[index]} is not in the vocabulary "
-                f"of {self.vocab_size} tokens.",
-                param=f"prompt[{index}]",
-            )
+        self._checked(token_ids)
         return list(token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -130,9 +199,15 @@ class Tokenizer:
         return self._raw.decode(token_ids, skip_special_tokens=True)
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int] = (), *, stop: Sequence[str] = (), stop_token_ids: Collection[int] = ()
+        self,
+        prompt_token_ids: Sequence[int] | bytes = (),
+        *,
+        stop: Sequence[str] = (),
+        stop_token_ids: Collection[int] = (),
     ) -> Detokenizer:
-        """A new stream's detokenizer, for an answer to `prompt_token_ids`."""
+        """A new stream's detokenizer, for an answer to `prompt_token_ids`, which may be packed."""
+        if isinstance(prompt_token_ids, bytes):
+            prompt_token_ids = unpack_tokens(prompt_token_ids[-_CONTEXT_TOKENS * TOKEN_SIZE_BYTES :])
         return Detokenizer(
             self.decode,
             prompt_token_ids[-_CONTEXT_TOKENS:],
@@ -140,13 +215,87 @@ class Tokenizer:
             stop_token_ids=self.eos_token_ids.union(stop_token_ids),
         )
 
-    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    def expose(self, readings: Readings) -> None:
+        """Have what is counted here told as metrics."""
+        self.segments.expose(readings)
+
+    def _tokens_of_text(
+        self,
+        text: str,
+        param: str,
+        salt: str = "",
+        is_given_up: Callable[[], bool] | None = None,
+        lookup: Lookup | None = None,
+    ) -> bytes:
+        """Packed token ids of a rendered conversation or a plain prompt; `lookup` is what is known of it already."""
         try:
-            # Unlike `encode`, the batch form lets other threads run meanwhile; the fast one leaves offsets out, which
-            # halves the time (tokenizers 0.23).
-            return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            packed = self.segments.complete(lookup or self.segments.look_up(text, salt), is_given_up)
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest(f"{param} holds text that is not Unicode: {_first_line(error)}", param=param) from None
+        if self._rng is not None and self.segments.is_on and self._rng.random() < _COMPARED_SHARE:
+            self._pool.submit(self.segments.compare, text, packed)
+        if param == "messages":
+            return packed
+        before, after = self._around
+        return before + packed + after
+
+    def _checked(self, token_ids: Sequence[int]) -> bytes:
+        try:
+            packed = pack_tokens(token_ids)
+            is_known = int(np.frombuffer(packed, "<i4").max(initial=0)) < self.vocab_size
+        except OverflowError:
+            is_known = False
+        if not is_known:
+            index = next(index for index, token_id in enumerate(token_ids) if token_id >= self.vocab_size)
+            raise InvalidRequest(
+                f"Invalid 'prompt[{index}]': token id {token_ids[index]} is not in the vocabulary "
+                f"of {self.vocab_size} tokens.",
+                param=f"prompt[{index}]",
+            )
+        return packed
+
+    def _special_tokens_around(self, folder: Path) -> tuple[bytes, bytes]:
+        """What the tokenizer puts before and behind a plain prompt, packed."""
+
+        def encode(text: str, *, add_special_tokens: bool) -> list[int]:
+            return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+
+        bare, whole = encode("a", add_special_tokens=False), encode("a", add_special_tokens=True)
+        for start in range(len(whole) - len(bare) + 1):
+            before, after = whole[:start], whole[start + len(bare) :]
+            if all(
+                before + encode(text, add_special_tokens=False) + after == encode(text, add_special_tokens=True)
+                for text in ("a", "", "a b")
+            ):
+                return pack_tokens(before), pack_tokens(after)
+        raise ConfigError(f"the tokenizer in {folder} puts special tokens elsewhere than around a prompt")
+
+    def _proven_cuts(self) -> Cuts:
+        """Where prompts may be cut; of the special tokens those count that the template writes."""
+        written = ""
+        for roles in _PROBE_ROLES:
+            with contextlib.suppress(InvalidRequest):
+                written += self.chat_text([{"role": role, "content": "x"} for role in roles])
+        added = [token.content for token in self._raw.get_added_tokens_decoder().values()]
+        wanted = [content for content in added if content in written] if written else added[:_MAX_UNWRITTEN]
+        return prove_cuts(self._raw, wanted, self._encode_all, random.Random(_PROOF_SEED))
+
+    async def _in_thread(self, work: Callable[[Callable[[], bool]], _Result]) -> _Result:
+        """Have work done that asks now and then whether it is given up, as it is when the caller is cancelled."""
+        given_up = threading.Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work, given_up.is_set)
+        finally:
+            given_up.set()
+
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        # Unlike `encode`, the batch form lets other threads run meanwhile; the fast one leaves offsets out, which
+        # takes a third off the time (tokenizers 0.23).
+        encode = self._raw.encode_batch_fast
+        if sum(map(len, texts)) <= THREAD_THRESHOLD_CHARS:
+            # To wake the library's threads for so little takes longer.
+            return [encode([text], add_special_tokens=False)[0].ids for text in texts]
+        return [found.ids for found in encode(list(texts), add_special_tokens=False)]
 
     def _as_template_knows(self, message: Message) -> dict[str, Any]:
         """`developer` is OpenAI's later name for `system`; most templates know the first name only."""
@@ -249,6 +398,14 @@ class Detokenizer:
 def _num_begun(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def _num_chars(subject: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
+    """About how much work it is to render and cut this."""
+    if isinstance(subject, str):
+        return len(subject)
+    text_chars = sum(len(value) for message in subject for value in message.values() if isinstance(value, str))
+    return text_chars + _CHARS_PER_MESSAGE * (len(subject) + len(tools or ()))
 
 
 def _eos_token_ids(folder: Path, tokenizers_own: int | None) -> set[int]:

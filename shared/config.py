@@ -77,6 +77,9 @@ class Settings(BaseModel):
     port: int = Field(8000, ge=0, le=65535, description="Port that `serve` listens on; 0: any free one.")
     api_key: SecretStr = Field(SecretStr(""), description="Key that requests must show; default: none is asked for.")
     api_key_file: Path | None = Field(None, description="Keys that requests must show one of, as YAML; see README.")
+    files_dir: Path | None = Field(
+        None, description="Where `serve` keeps files and batches; default: the user's cache folder."
+    )
 
     max_in_flight: int | None = Field(None, ge=1, description="Batch rows under way at once.")
     max_queued: int = Field(4096, ge=1, description="Requests held by a router before it answers 429.")

@@ -30,6 +30,7 @@ MAY_ALSO_IMPORT = {
     "router/replay.py": {"worker"},  # reads latency profiles, which are data
     "router/simulation.py": {"worker"},  # the other composition root: a whole fleet in one process and in virtual time
     "router/calibrate.py": {"worker"},  # joins the demo's prompts and the engine that they are timed on
+    "router/http_bench.py": {"worker"},  # a router is measured between workers that answer at once
     "router/bench.py": {"worker"},  # names every benchmark; each lives in the room that it measures
 }
 
@@ -52,7 +53,7 @@ CONFINED = {
     "matplotlib": ("router/replay_plot.py",),
     "starlette": ("router/dashboard.py",),
     "uvicorn": ("router/http_server.py",),
-    "uvloop": ("router/commands.py",),
+    "uvloop": ("router/commands.py", "router/serve_child.py"),
 }
 
 MAY_PRINT = ("router/cli.py", "router/demo.py")
@@ -131,6 +132,7 @@ NOT_IMPORTED = {
     "types-tqdm": "types only",
 }
 BROUGHT_BY = {
+    "httpx": "openai",
     "huggingface_hub": "transformers",
     "safetensors": "vllm",
     "torch": "vllm",

@@ -121,7 +121,7 @@ class Rig:
         for connection in list(self.server.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
 
-    def jobs(self) -> list[BatchJob]:
+    async def jobs(self) -> list[BatchJob]:
         """Two made-up ones, which the page is to show."""
         share = (time.time() - self.began_at) % 120 / 120
         return [

@@ -49,6 +49,7 @@ def make_front(
     limits: Limits | None = None,
     fleet: Fleet | None = None,
     max_model_len_tokens: int = CONTEXT_TOKENS,
+    metrics: bytes = b"# no metrics\n",
     **options: Any,
 ) -> Front:
     """A front whose answers come from `generate`."""
@@ -59,9 +60,8 @@ def make_front(
         tokenizer=tokenizer,
         generate=generate,
         policy="cost",
-        has_workers=lambda: fleet.state_to_count["ready"] > 0,
         state_to_count=lambda: fleet.state_to_count,
-        render_metrics=lambda: b"# no metrics\n",
+        render_metrics=lambda: metrics,
     )
     clock = asyncio.get_running_loop().time
     return Front(backend, keys or KeyRing([], clock), name="test", limits=limits, **options)

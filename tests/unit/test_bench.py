@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router import decision_bench
+from router import decision_bench, tokenise_bench
 from router.bench import figures_text
 from router.cli import main
 from shared.directory import bench as directory_bench
@@ -41,6 +41,22 @@ async def test_decision_gives_every_figure():
     assert figures["num_mirror_entries"] > 1_000
     assert all(figures[name] > 0 for name in figures if name != "seed")
     assert said[0] == "ranking fleets of three sizes"
+
+
+async def test_tokenise_gives_every_figure_for_both_kinds_of_tokenizer():
+    said: list[str] = []
+    sizes = tokenise_bench.Sizes(num_rounds=3, chat_tokens=1_500, num_streamed=50)
+    figures = await tokenise_bench.measure(said.append, sizes=sizes)
+    names = [
+        *("chat_tokens", "whole_us", "whole_us_p10", "whole_us_p90", "first_turn_us", "ratio", "short_us"),
+        *("next_turn_us", "next_turn_us_p10", "next_turn_us_p90", "block_keys_us", "known_block_keys_us"),
+        "detokenise_us_per_token",
+    ]
+    assert set(figures) == {"seed", "num_rounds", *(kind + name for kind in ("", "llama2_") for name in names)}
+    assert (figures["seed"], figures["num_rounds"]) == (0, 3)
+    assert all(figures[name] > 0 for name in figures if name != "seed")
+    assert min(figures["chat_tokens"], figures["llama2_chat_tokens"]) >= 1_500
+    assert len(said) == 3
 
 
 @pytest.mark.redis

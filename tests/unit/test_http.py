@@ -451,3 +451,20 @@ async def test_what_outlasts_a_drain_ends_with_an_error(tokenizer: Tokenizer) ->
     assert (await streaming).events[-1]["error"]["code"] == "service_unavailable"
     assert (await waiting).error == (503, "service_unavailable", None)
     assert fake.num_live == 0
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_answer_that_ends_by_itself_is_read_to_its_end(
+    tokenizer: Tokenizer, is_streamed: bool, num_choices: int
+) -> None:
+    num_ended = 0
+
+    async def counting(request: GenerateRequest, trace: RequestTrace) -> AsyncIterator[Generated]:
+        nonlocal num_ended
+        yield Generated(tuple(tokenizer.encode("a")), FinishReason.LENGTH)
+        num_ended += 1
+
+    body = completion("a", stream=is_streamed, n=num_choices)
+    assert (await ask(make_front(counting, tokenizer), COMPLETIONS, body)).status == 200
+    assert num_ended == num_choices

@@ -32,12 +32,16 @@ async def _serve_some(router: Router, workers: Any) -> None:
         await workers.settle()
 
 
+async def _jobs() -> list[BatchJob]:
+    return [JOB]
+
+
 def _overview_after_traffic() -> Overview:
     async def scenario() -> Overview:
         async with mirrored_rack(3, **SLOW) as workers, workers.router() as router:
             await _serve_some(router, workers)
             await asyncio.sleep(2.0)
-            return await Viewpoint(router, lambda: [JOB]).take()
+            return await Viewpoint(router, _jobs).take()
 
     taken: Overview = run_virtual(scenario())
     return taken

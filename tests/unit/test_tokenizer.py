@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from router.tokenizer import THREAD_THRESHOLD_CHARS, Detokenizer, Tokenizer
 from shared.config import Settings
 from shared.errors import ConfigError, InvalidRequest
-from shared.hashing import tokenizer_fingerprint
+from shared.hashing import tokenizer_fingerprint, unpack_tokens
 from shared.types import FinishReason
 from tests.support.tokenizers import EOS_TOKEN_ID, byte_fallback_tokenizer, write_model_folder
 from worker.engines.demo_model import prepare_model
@@ -109,14 +111,82 @@ def test_unknown_token_id_in_a_prompt_names_its_place(tokenizer: Tokenizer) -> N
     assert caught.value.param == "prompt[1]"
 
 
-async def test_long_texts_are_tokenised_in_a_thread_and_short_ones_are_not(
+@pytest.fixture
+def threads(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call of the tokenizer from now on, whether it was made on the test's own thread."""
+    own, encode_all, seen = threading.current_thread(), tokenizer._encode_all, list[bool]()
+
+    def watched(texts: Sequence[str]) -> list[list[int]]:
+        seen.append(threading.current_thread() is own)
+        return encode_all(texts)
+
+    monkeypatch.setattr(tokenizer.segments, "_encode_all", watched)
+    return seen
+
+
+async def test_much_new_text_is_tokenised_in_a_thread_and_little_is_not(
+    tokenizer: Tokenizer, threads: list[bool]
+) -> None:
+    await tokenizer.tokens_of(prompt="x" * THREAD_THRESHOLD_CHARS)
+    await tokenizer.tokens_of(prompt="x" * (THREAD_THRESHOLD_CHARS + 1))
+    assert threads == [True, False]
+
+
+async def test_much_known_text_needs_no_thread(tokenizer: Tokenizer, threads: list[bool]) -> None:
+    first = await tokenizer.tokens_of(messages=user("z" * 20_000))
+    second = await tokenizer.tokens_of(messages=[*user("z" * 20_000), *user("new")])
+    assert (threads[0], threads[-1]) == (False, True)
+    assert tokenizer.render_chat([*user("z" * 20_000), *user("new")]) == unpack_tokens(second)
+    assert second.startswith(first[: 4 * 20_000])
+
+
+async def test_very_long_conversation_is_rendered_in_a_thread(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: list[threading.Thread] = []
-    monkeypatch.setattr(tokenizer, "render_chat", lambda messages: threads.append(threading.current_thread()) or [])
-    await tokenizer.encode_chat(user("x" * THREAD_THRESHOLD_CHARS))
-    await tokenizer.encode_chat(user("x" * (THREAD_THRESHOLD_CHARS + 1)))
-    assert [thread is threading.current_thread() for thread in threads] == [True, False]
+    own, render, seen = threading.current_thread(), tokenizer._render, list[bool]()
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(threading.current_thread() is own)
+        assert render is not None
+        return render(*args, **options)
+
+    monkeypatch.setattr(tokenizer, "_render", watched)
+    await tokenizer.tokens_of(messages=user("x"))
+    await tokenizer.tokens_of(messages=user("x" * 200_000))
+    await tokenizer.tokens_of(messages=user("x") * 1_000)
+    assert seen == [True, False, False]
+
+
+async def test_tokens_of_a_request_are_those_of_the_plain_calls(tokenizer: Tokenizer) -> None:
+    assert unpack_tokens(await tokenizer.tokens_of(messages=user("Hi"))) == tokenizer.render_chat(user("Hi"))
+    assert unpack_tokens(await tokenizer.tokens_of(prompt="Hi")) == tokenizer.encode("Hi")
+    assert unpack_tokens(await tokenizer.tokens_of(prompt=[5, 6])) == [5, 6]
+
+
+async def test_cancelled_tokenising_ends_after_the_piece_under_way(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, encode_all = threading.Event(), threading.Event(), tokenizer._encode_all
+    begun_texts: list[str] = []
+
+    def held(texts: Sequence[str]) -> list[list[int]]:
+        begun_texts.extend(texts)
+        begun.set()
+        go_on.wait(10)
+        return encode_all(texts)
+
+    monkeypatch.setattr(tokenizer.segments, "_encode_all", held)
+    pieces = ["<|im_start|>" + "q" * 20_000, "<|im_end|>" + "q" * 20_000]
+    task = asyncio.create_task(tokenizer.tokens_of(prompt="".join(pieces)))
+    assert await asyncio.to_thread(begun.wait, 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()
+    # All threads meet only once none of them is at work.
+    meeting = threading.Barrier(2)
+    await asyncio.gather(*(asyncio.wrap_future(tokenizer._pool.submit(meeting.wait, 10)) for _ in range(2)))
+    assert begun_texts == pieces[:1]
 
 
 async def test_event_loop_goes_on_while_a_long_text_is_tokenised(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,169 @@
+"""Several server processes behind one port: the first one starts, watches and ends the others.
+
+Each has a router of its own, and the system deals connections to them. What they know of each other are the addresses
+at which they tell their metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_RESTART_S = 1.0
+_METRICS_S = 2.0
+"""How long a process may take to tell its metrics; one that does not is left out."""
+_LAST_WORDS_S = 5.0
+OWN_METRICS_PATH = "/metrics/own"
+"""Where each process tells of itself alone."""
+
+Say = Callable[[str], None]
+
+
+def metrics_socket(folder: Path, number: int) -> Path:
+    """Where a process listens for its siblings."""
+    return folder / f"router-{number}.sock"
+
+
+def listen_for_siblings(folder: Path, number: int) -> socket.socket:
+    """The socket of `metrics_socket`, in a folder of this user alone."""
+    path = metrics_socket(folder, number)
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
+
+
+async def all_metrics(folder: Path, num_processes: int) -> bytes:
+    """The metrics of all processes, each under a label of its own."""
+    paths = [metrics_socket(folder, number) for number in range(num_processes)]
+    texts = await asyncio.gather(*map(_own_metrics, paths))
+    return merged_metrics({str(number): text for number, text in enumerate(texts) if text is not None})
+
+
+def merged_metrics(router_to_text: Mapping[str, str]) -> bytes:
+    """Several texts for a Prometheus server as one; samples get a label that says whose they are."""
+    family_to_lines: dict[str, list[str]] = {}
+    family_to_samples: dict[str, list[str]] = {}
+    for router, text in router_to_text.items():
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                family = line.split(" ", 3)[2]
+                lines = family_to_lines.setdefault(family, [])
+                lines += [line] if line not in lines else []
+            elif line:
+                name, brace, rest = line.partition("{")
+                label = f'router="{router}"'
+                labelled = f"{name}{{{label},{rest}" if brace else f"{{{label}}} ".join(line.split(" ", 1))
+                family_to_samples.setdefault(family, []).append(labelled)
+    families = [[*lines, *family_to_samples.get(family, [])] for family, lines in family_to_lines.items()]
+    return "\n".join([*(line for lines in families for line in lines), ""]).encode()
+
+
+async def _own_metrics(path: Path) -> str | None:
+    try:
+        async with asyncio.timeout(_METRICS_S):
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            try:
+                writer.write(f"GET {OWN_METRICS_PATH} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+                raw = await reader.read()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError) as error:
+        logger.warning("the process at %s does not tell its metrics: %s", path.name, error or "no answer in time")
+        return None
+    return raw.partition(b"\r\n\r\n")[2].decode()
+
+
+class Siblings:
+    """The processes beside this one. Use as `async with`; one that dies is started again."""
+
+    def __init__(self, orders: Iterable[Mapping[str, Any]], drain_timeout_s: float, say: Say) -> None:
+        """`orders` is what each is told at its start; see `router.serve_child`."""
+        self._orders = [json.dumps(order).encode() + b"\n" for order in orders]
+        self._drain_timeout_s = drain_timeout_s
+        self._say = say
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._is_ending = False
+
+    async def __aenter__(self) -> Siblings:
+        try:
+            self._processes = list(await asyncio.gather(*map(self._start, self._orders)))
+        except BaseException:
+            await self.__aexit__()
+            raise
+        self._watchers = [asyncio.create_task(self._watch(number)) for number in range(len(self._processes))]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.end()
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for process in self._processes:
+            try:
+                async with asyncio.timeout(self._drain_timeout_s + _LAST_WORDS_S):
+                    await process.wait()
+            except (TimeoutError, asyncio.CancelledError):
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+
+    def end(self) -> None:
+        """Have them finish what they have and end."""
+        self._is_ending = True
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+
+    async def ended(self) -> None:
+        """Wait until all have ended, once they were told to."""
+        for process in self._processes:
+            await process.wait()
+
+    def cut(self) -> None:
+        """Have those that still live cut off what they have."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+
+    async def _start(self, order: bytes) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "router.serve_child"),
+            stdin=pipe,
+            stdout=pipe,
+            # Ctrl-C at a terminal is for the first process, which then tells the others.
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(order)
+        if await process.stdout.readline() != b"ready\n":
+            await process.wait()
+            raise ChildProcessError("a server process did not start; its log says why")
+        return process
+
+    async def _watch(self, number: int) -> None:
+        """Start a process again whenever it has ended by itself."""
+        while True:
+            code = await self._processes[number].wait()
+            if self._is_ending:
+                return
+            self._say(f"server process {number + 1} has ended with {code}: it is started again")
+            await asyncio.sleep(_RESTART_S)
+            try:
+                self._processes[number] = await self._start(self._orders[number])
+            except (OSError, ChildProcessError) as error:
+                logger.error("server process %s cannot be started: %s", number + 1, error)

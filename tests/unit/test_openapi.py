@@ -1,0 +1,102 @@
+"""The description of the service: true to what is served, and no request made from it breaks anything."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, seed, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+
+from router.tokenizer import Tokenizer
+from tests.support.fake_generate import FakeGenerate
+from tests.support.http_front import MODEL, echo, listening, make_front
+from tests.support.tokenizers import write_model_folder
+
+NUM_EXAMPLES = 40
+"""Of each operation."""
+
+
+class _Server:
+    """A server with a loop of its own, in a thread, for callers that block theirs."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._is_up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self.url = ""
+
+    async def _run(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        async with listening(make_front(FakeGenerate(echo(self._tokenizer)), self._tokenizer)) as url:
+            self.url = url
+            self._is_up.set()
+            await self._end.wait()
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        assert self._is_up.wait(60.0)
+        return self.url
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with _Server(Tokenizer(write_model_folder(tmp_path_factory.mktemp("model")))) as url:
+        yield url
+
+
+def test_requests_made_from_the_description_never_break_the_server(url: str) -> None:
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    statuses: set[int] = set()
+    for result in schema.get_all_operations():
+        operation = result.ok()
+
+        @seed(7)
+        @settings(max_examples=NUM_EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(case=operation.as_strategy())
+        def ask(case: Any) -> None:
+            if isinstance(case.body, dict) and "model" in case.body:
+                # A name that is made up would never get past the first look.
+                case.body = {**case.body, "model": MODEL}
+            response = case.call(base_url=url)
+            statuses.add(response.status_code)
+            case.validate_response(
+                response, checks=(not_a_server_error, status_code_conformance, response_schema_conformance)
+            )
+
+        ask()
+    assert {200, 400, 404} <= statuses
+
+
+def test_broken_requests_made_from_the_description_are_refused(url: str) -> None:
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if operation.method != "post" or not operation.body:
+            continue
+
+        @seed(7)
+        @settings(max_examples=NUM_EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(case=operation.as_strategy(schemathesis.GenerationMode.NEGATIVE))
+        def ask(case: Any) -> None:
+            response = case.call(base_url=url)
+            assert 400 <= response.status_code < 500, (case.body, response.text)
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+        ask()
+
+
+def test_every_address_is_described(url: str) -> None:
+    description = Path("router/static/openapi.json").read_text()
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics", "/version"):
+        assert f'"{path}"' in description
