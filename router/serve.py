@@ -115,17 +115,14 @@ def make_front(
     max_model_len_tokens = serving.max_model_len_tokens
     backend = Backend.over(serving.router, serving.tokenizer, settings.model_name, max_model_len_tokens, policy)
     limits = Limits(max_body_bytes=max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * max_model_len_tokens))
-    book = None if files is None else files[1]
+    dashboard = dashboard_of(serving, None if files is None else files[1], lambda: front.is_draining)
     front = Front(
         backend,
         ring,
         # What must be told apart is drawn by the system, not from the seed: two servers may have the same.
         name=secrets.token_hex(6),
         limits=limits,
-        mounts={
-            "dashboard": dashboard_of(serving, book, lambda: front.is_draining),
-            **(mounts or {}),
-        },
+        mounts={"dashboard": dashboard, **(mounts or {})},
         files_api=None if files is None else FilesApi(*files, limits),
         all_metrics=None if folder is None else partial(all_metrics, folder, num_routers),
     )

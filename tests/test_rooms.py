@@ -136,6 +136,7 @@ NOT_IMPORTED = {
     "types-tqdm": "types only",
 }
 BROUGHT_BY = {
+    "httpx": "openai",
     "huggingface_hub": "transformers",
     "safetensors": "vllm",
     "torch": "vllm",

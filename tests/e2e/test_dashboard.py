@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.dashboard_rig import Rig, rig
 
-playwright = pytest.importorskip("playwright.async_api", reason="needs playwright")
+pytest.importorskip("playwright", reason="needs playwright")
+playwright = pytest.importorskip("playwright.async_api")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCREENSHOTS = Path(__file__).parents[2] / "out" / "dashboard"
