@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -87,9 +88,10 @@ async def test_requests_follow_their_prefix_and_match_what_the_server_gives(fold
         # Names of servers, and so who is asked first for what nobody holds, are other ones in each run.
         while len({trace.worker for trace in traces}) < 2:
             traces.append(await ask(over, len(traces), prompt(len(traces), 100)))
+        num_blocks = 96 // FakeOptions().block_size
         async with asyncio.timeout(60.0):
-            for trace in traces:
-                while not await over.router.directory.resident(trace.worker):
+            for worker, num_prompts in Counter(trace.worker for trace in traces).items():
+                while len(await over.router.directory.resident(worker)) < num_prompts * num_blocks:
                     await asyncio.sleep(0.01)
         for number, trace in enumerate(traces):
             again = await ask(over, 1000 + number, prompt(number, 100))
