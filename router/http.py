@@ -38,7 +38,7 @@ _EVENTS: Sequence[Header] = (
 )
 _METRICS: Sequence[Header] = ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)
 _NO_WORKER_RETRY_S = 2.0
-_COMING_STATES = ("ready", "resting", "away")
+_COMING_STATES = ("ready", "silent", "resting", "away")
 _STATE_S = 0.1
 """How long a look at the workers' states is good for: to take one costs as much as a small request."""
 _DRAINING_RETRY_S = 1.0
@@ -292,7 +292,7 @@ class Front:
         ]
 
     def _check_workers(self) -> None:
-        """Raise where there is nobody to wait for. Workers that rest or reconnect are waited for."""
+        """Raise where there is nobody to wait for. Workers that rest, reconnect or hang are waited for."""
         now_s = asyncio.get_running_loop().time()
         if now_s < self._has_workers_until_s:
             return

@@ -217,7 +217,7 @@ def _own_flags(router: Router, members: Sequence[Member]) -> list[Flag]:
         )
     if not members:
         flags.append(Flag("no worker", "There is no worker: requests wait until one comes."))
-    elif not any(member.state == "ready" for member in members):
+    elif not any(member.state in ("ready", "silent") for member in members):
         flags.append(Flag("no worker ready", "No worker takes requests now: they wait until one does."))
     unaware = [member.info.worker for member in members if not member.is_cache_aware]
     if unaware:
@@ -227,6 +227,9 @@ def _own_flags(router: Router, members: Sequence[Member]) -> list[Flag]:
                 f"Used, but not for its cache, since its blocks are not what block keys describe: {_listed(unaware)}.",
             )
         )
+    silent = [member.info.worker for member in members if member.state == "silent"]
+    if silent:
+        flags.append(Flag("silent", f"Connected, but hangs, and gets nothing new unless all do: {_listed(silent)}."))
     suspected = [member.info.worker for member in members if member.state == "suspected"]
     if suspected:
         flags.append(Flag("suspected", f"Failed several requests in a row and gets probes only: {_listed(suspected)}."))

@@ -7,7 +7,7 @@ const HISTORY_S = 300;
 const MOST_DECISIONS = 20;
 const POOL = ["pinned", "running", "shared", "private", "free"];
 const STATES = {
-  ready: "good", draining: "warn", resting: "warn", away: "bad", suspected: "bad",
+  ready: "good", draining: "warn", resting: "warn", silent: "bad", away: "bad", suspected: "bad",
 };
 const CHARTS = [
   { id: "requests", title: "Requests per second", axis: "/s", lines: [["requests_per_s", "ended"], ["failures_per_s", "failed"]] },

@@ -14,6 +14,7 @@ from router.http import Backend, Front
 from router.http_call import Limits
 from router.http_server import listen, serving_http
 from router.keys import KeyRing
+from router.membership import STATES
 from router.tokenizer import Tokenizer
 from tests.support.tokenizers import EOS_TOKEN_ID
 
@@ -36,9 +37,7 @@ def echo(tokenizer: Tokenizer) -> Callable[[list[int]], list[int]]:
 class Fleet:
     """How many workers there are, for a test to change."""
 
-    state_to_count: dict[str, int] = field(
-        default_factory=lambda: {"ready": 1, "away": 0, "draining": 0, "resting": 0, "suspected": 0}
-    )
+    state_to_count: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STATES, 0) | {"ready": 1})
 
 
 def make_front(

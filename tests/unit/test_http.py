@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from router.membership import STATES
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Tokenizer
 from shared.errors import AttemptsExhausted, EngineError, NoWorker, Overloaded, StreamBroken
@@ -301,16 +302,17 @@ async def test_one_broken_answer_of_several_ends_all(tokenizer: Tokenizer) -> No
         assert fake.num_live == 0
 
 
+@pytest.mark.parametrize("coming", ["away", "resting", "silent"])
 async def test_no_worker_is_told_at_once_and_workers_that_come_back_are_waited_for(
-    fake: FakeGenerate, tokenizer: Tokenizer
+    fake: FakeGenerate, tokenizer: Tokenizer, coming: str
 ) -> None:
-    fleet = Fleet({"ready": 0, "away": 0, "draining": 1, "resting": 0, "suspected": 1})
+    fleet = Fleet(dict.fromkeys(STATES, 0) | {"draining": 1, "suspected": 1})
     front = make_front(fake, tokenizer, fleet=fleet)
     answered = await ask(front, CHAT, chat())
     assert answered.error == (503, "service_unavailable", None)
     assert (answered.headers["x-should-retry"], answered.headers["retry-after-ms"]) == ("true", "2000")
     assert (await ask(front, "/ready")).status == 503
-    fleet.state_to_count["away"] = 1
+    fleet.state_to_count[coming] = 1
     assert (await ask(front, CHAT, chat())).status == 200
     assert (await ask(front, "/ready")).status == 503
     fleet.state_to_count["ready"] = 1

@@ -15,7 +15,9 @@ from router.overview import BatchJob, Flag, Overview, Viewpoint
 from router.service import Router
 from router.top import plain_text
 from shared.errors import InvalidRequest, NoWorker
+from shared.transport.base import Timings
 from shared.vtime import run_virtual
+from tests.support.lines import lines_to
 from tests.support.rack import ask, mirrored_rack, prompt, rack
 
 JOB = BatchJob("batch_1", "in_progress", 100, 40, 2, 0.0)
@@ -112,6 +114,20 @@ def test_overview_of_a_router_without_workers_says_so() -> None:
             assert (state["workers"], state["groups"], state["decisions"]) == ([], [], [])
             assert state["now"]["ttft_p50_s"] is None
             assert "no worker" in plain_text(state)
+
+    run_virtual(scenario())
+
+
+def test_overview_names_workers_that_hang_and_takes_them_for_used_where_all_do() -> None:
+    async def scenario() -> None:
+        async with lines_to(2) as lines:
+            lines.freeze(*lines.worker_to_connect)
+            await asyncio.sleep(1.1 * Timings().pulse_s)
+            overview = await Viewpoint(lines.router).take()
+            assert [row.state for row in overview.workers] == ["silent", "silent"]
+            (flag,) = overview.flags
+            assert (flag.name, flag.text.endswith("unless all do: w0, w1.")) == ("silent", True)
+            assert "silent" in plain_text(overview.to_json())
 
     run_virtual(scenario())
 
