@@ -1,14 +1,21 @@
-"""Batches as the dashboard shows them."""
+"""The dashboard as a front mounts it, and the batches that it shows."""
 
 from __future__ import annotations
 
+import base64
 import os
 from pathlib import Path
 
+from router.attach import attached_router, find_servers
 from router.batch_book import BatchBook
 from router.openai import Endpoint
 from router.overview import BatchJob
+from router.serve import make_front
 from router.serve_dashboard import newest_jobs
+from shared.config import Settings
+from tests.support.fake_vllm import FakeOptions, FakeVllm
+from tests.support.http_front import ask
+from tests.support.tokenizers import write_model_folder
 
 
 def test_newest_batches_are_shown_with_their_progress(tmp_path: Path) -> None:
@@ -27,3 +34,33 @@ def test_newest_batches_are_shown_with_their_progress(tmp_path: Path) -> None:
 
 def test_folder_without_batches_shows_none(tmp_path: Path) -> None:
     assert newest_jobs(BatchBook(tmp_path)) == []
+
+
+async def test_front_of_the_serve_command_shows_the_dashboard_to_who_has_a_key(tmp_path: Path) -> None:
+    server = await FakeVllm(FakeOptions()).start()
+    try:
+        tokenizer = str(write_model_folder(tmp_path))
+        settings = Settings(attach=(server.attach,), tokenizer=tokenizer, api_key="k" * 32)
+        async with attached_router(await find_servers(settings, nobody), nobody) as serving:
+            front = make_front(serving, [])
+            for path in (
+                "/dashboard",
+                "/dashboard/snapshot.json",
+                "/dashboard/events",
+                "/dashboard/static/dashboard.js",
+            ):
+                assert (await ask(front, path)).status == 401
+            shown = {"authorization": "Basic " + base64.b64encode(b":" + b"k" * 32).decode()}
+            assert b"<html" in (await ask(front, "/dashboard", headers=shown)).body
+            seen = (await ask(front, "/dashboard/snapshot.json", headers=shown)).json
+            assert [(row["worker"], row["state"]) for row in seen["workers"]] == [(f"127.0.0.1:{server.port}", "ready")]
+            asked = {"prompt": "What goes where?"}
+            assert (await ask(front, "/dashboard/explain", asked)).status == 401
+            told = (await ask(front, "/dashboard/explain", asked, headers=shown)).json
+            assert told["worker"] == f"127.0.0.1:{server.port}"
+    finally:
+        await server.stop()
+
+
+def nobody(line: str) -> None:
+    """Nobody is told."""
