@@ -53,6 +53,7 @@ SUBMIT = Submit(
     priority=-1,
     matched_tokens=64,
     max_queued_tokens=512,
+    traceparent="00-" + "a" * 32 + "-" + "b" * 16 + "-01",
 )
 STATUS = WorkerStatus(1, 2, 3, 4, 5, 0.5, 0.25, 0.125, 6, is_draining=True, num_resident_blocks=7, is_cache_aware=False)
 FRAME = Frame(
@@ -103,7 +104,8 @@ def with_field(message: object, index: int, value: object) -> bytes:
 def test_golden_submit() -> None:
     assert encode(SUBMIT).hex() == (
         "9c0407a2723101c40c01000000020000002c0100009c10cb0000000000000000cb3ff000000000000000cb0000000000000000"
-        "05cb0000000000000000cb0000000000000000cb3ff000000000000000c29102a174a0ff40cd0200a0"
+        "05cb0000000000000000cb0000000000000000cb3ff000000000000000c29102a174a0ff40cd0200d937"
+        + SUBMIT.traceparent.encode().hex()
     )
 
 
