@@ -336,6 +336,10 @@ async def test_a_server_that_comes_back_is_another_life_of_its_worker_and_holds_
         (before,) = await directory.workers()
         await server.stop()
         await until(lambda: worker.info is None)
+        # The life is over before all that belonged to it is put away.
+        async with asyncio.timeout(60.0):
+            while await directory.workers():
+                await asyncio.sleep(0.01)
         assert await directory.workers() == []
         with pytest.raises(ConnectionRefusedError):
             await worker.open_channel(first.instance)
