@@ -63,8 +63,3 @@ class Chunks:
             self._after_text,
             _FINISHES[finish],
         )
-
-
-def event(body: object) -> bytes:
-    """One event of any JSON."""
-    return b"data: " + orjson.dumps(body) + b"\n\n"

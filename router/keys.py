@@ -156,11 +156,6 @@ class KeyRing:
             ring._held.append(_Held(hashlib.sha256(key.encode()).digest(), ANYBODY, UNLIMITED))
         return ring
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no key is asked for."""
-        return not self._held
-
     def caller_of(self, tenant: str) -> Caller | None:
         """Whom requests of a tenant come from; `None` where none of its keys is there any more."""
         callers = [held.caller for held in self._held] or [ANYBODY]

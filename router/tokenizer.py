@@ -180,10 +180,6 @@ class Tokenizer:
         """`render_chat` that keeps the event loop free."""
         return unpack_tokens(await self.tokens_of(messages=messages))
 
-    async def encode_prompt(self, text: str) -> list[int]:
-        """`encode` that keeps the event loop free."""
-        return unpack_tokens(await self.tokens_of(prompt=text))
-
     def check_token_ids(self, token_ids: Sequence[int]) -> list[int]:
         """A prompt that came as token ids. Raises `InvalidRequest` for an id that the vocabulary does not have."""
         self._checked(token_ids)
