@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from shared.directory.base import Directory
 from shared.errors import ConfigError, EngineError, KvrouteError
-from shared.hashing import parity_key
 from shared.transport.base import Channel
-from shared.types import CacheScheme, Instance, WorkerInfo
+from shared.types import Instance, WorkerInfo
+from worker.announcement import announced
 from worker.engines.attached import AttachedEngine
 from worker.engines.attached_options import AttachedOptions
-from worker.engines.base import BlockChange, EngineInfo
+from worker.engines.base import BlockChange
 from worker.host import WorkerHost
 from worker.publisher import Publisher
 
@@ -160,7 +160,14 @@ class Attachment:
                 count_resident_blocks=lambda: len(publishers[0].resident) if publishers else 0,
             )
             stack.push_async_callback(host.close)
-            info = self._announced(engine_info, instance)
+            info = announced(
+                engine_info,
+                worker=self.worker,
+                instance=instance,
+                address=_ADDRESS,
+                scheme=self._engine_options.scheme,
+                tokenizer_fingerprint=self._options.tokenizer_fingerprint,
+            )
             publisher = Publisher(
                 self._directory,
                 info,
@@ -176,22 +183,6 @@ class Attachment:
             stack.push_async_callback(publisher.stop)
             self.num_lives += 1
             return _Life(info, host, stack.pop_all())
-
-    def _announced(self, engine_info: EngineInfo, instance: Instance) -> WorkerInfo:
-        scheme: CacheScheme = self._engine_options.scheme
-        return WorkerInfo(
-            worker=self.worker,
-            instance=instance,
-            address=_ADDRESS,
-            scheme=scheme,
-            parity_key=(parity_key(scheme, self._options.tokenizer_fingerprint) if engine_info.is_cache_aware else b""),
-            num_blocks=engine_info.num_blocks,
-            max_num_seqs=engine_info.max_num_seqs,
-            max_model_len_tokens=engine_info.max_model_len_tokens,
-            engine=engine_info.name,
-            eviction=engine_info.eviction,
-            tells_blocks=engine_info.tells_blocks,
-        )
 
     async def _end(self) -> None:
         life, self._life = self._life, None

@@ -29,6 +29,7 @@ from shared.transport.handshake import Greeting, receive_hello, refuse, send_wel
 from shared.transport.listener import Listener
 from shared.transport.session import MAX_UNACKNOWLEDGED_BYTES, Session
 from shared.types import Instance, RouterId, WorkerId, WorkerStatus
+from worker.announcement import status_of
 from worker.engines.base import Engine, EngineInfo
 from worker.inspector import Inspections, Inspector
 from worker.requests import EngineRequests
@@ -171,27 +172,14 @@ class WorkerHost:
         await self._ended.wait()
 
     def status(self) -> WorkerStatus:
-        """The load now: the engine's word, and the host's own for what the engine has not yet looked at."""
-        stats = self._engine.stats()
-        # The engine tells its load with each step, so that its last word may be about requests that have ended since.
-        num_running = min(stats.num_running, self._requests.num_unended)
-        pool = stats.pool
-        return WorkerStatus(
-            num_running=num_running + stats.num_foreign,
-            num_waiting=self._requests.num_unended - num_running,
+        """The load now."""
+        return status_of(
+            self._engine.stats(),
+            self._engine_info,
+            num_unended=self._requests.num_unended,
             queued_prefill_tokens=self._requests.queued_prefill_tokens,
-            kv_used_blocks=stats.kv_used_blocks,
-            kv_total_blocks=self._engine_info.num_blocks,
-            prefill_s_per_token=stats.step_fit.prefill_s_per_token,
-            step_s=stats.step_fit.step_s,
-            decode_s_per_seq=stats.step_fit.decode_s_per_seq,
-            step_budget_tokens=self._engine_info.step_budget_tokens,
-            is_draining=self._is_draining,
             num_resident_blocks=0 if self._count_resident_blocks is None else self._count_resident_blocks(),
-            is_cache_aware=stats.is_cache_aware,
-            kv_pinned_blocks=None if pool is None else pool.num_pinned,
-            kv_shared_blocks=None if pool is None else pool.num_shared,
-            kv_private_blocks=None if pool is None else pool.num_private,
+            is_draining=self._is_draining,
         )
 
     async def _tell_routers(self) -> None:

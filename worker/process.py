@@ -19,9 +19,10 @@ from shared.directory import connect_directory, open_pin_board
 from shared.directory.base import Directory
 from shared.directory.survey import StoreSurvey
 from shared.errors import WorkerIdTaken
-from shared.hashing import parity_key, tokenizer_fingerprint
+from shared.hashing import tokenizer_fingerprint
 from shared.telemetry import Readings
 from shared.types import CacheScheme, Instance, WorkerId, WorkerInfo
+from worker.announcement import announced
 from worker.auditor import AuditCounts, Auditor
 from worker.engines.base import BlockChange, Engine, EngineInfo, OnBlocks, OnDeath
 from worker.engines.demo_model import prepare_model
@@ -132,17 +133,13 @@ class Worker:
             inspector=PoolInspector(engine, lambda: self._publisher, audits),
         )
         self._exit.push_async_callback(host.close)
-        info = WorkerInfo(
+        info = announced(
+            engine_info,
             worker=options.worker,
             instance=instance,
             address=await host.listen(self._listen_address()),
             scheme=scheme,
-            parity_key=_parity_key(engine_info, scheme, folder),
-            num_blocks=engine_info.num_blocks,
-            max_num_seqs=engine_info.max_num_seqs,
-            max_model_len_tokens=engine_info.max_model_len_tokens,
-            engine=engine_info.name,
-            eviction=engine_info.eviction,
+            tokenizer_fingerprint=tokenizer_fingerprint(folder),
         )
         self._publisher = self._make_publisher(directory, engine, info)
         self._exit.push_async_callback(self._publisher.stop)
@@ -238,11 +235,6 @@ class Worker:
     def _die(self, reason: str) -> None:
         logger.error("worker %s ends: %s", self._options.worker, reason)
         self._on_death(reason)
-
-
-def _parity_key(engine_info: EngineInfo, scheme: CacheScheme, folder: Path) -> bytes:
-    """What routers compare with theirs; nothing of theirs is empty, so an engine without our keys matches nobody."""
-    return parity_key(scheme, tokenizer_fingerprint(folder)) if engine_info.is_cache_aware else b""
 
 
 def _make_vllm(settings: Settings, scheme: CacheScheme, folder: Path, on_blocks: OnBlocks, on_death: OnDeath) -> Engine:

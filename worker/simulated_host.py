@@ -17,6 +17,7 @@ from shared.errors import KvrouteError, Outpaced
 from shared.messages import Delta
 from shared.transport.base import OnChange
 from shared.types import FinishReason, Instance, RequestId, Sampling, WorkerId, WorkerStatus
+from worker.announcement import status_of
 from worker.engines.base import EngineDelta, EngineInfo
 from worker.engines.simulated import Simulated
 from worker.engines.simulator import SimulatorEngine
@@ -90,23 +91,12 @@ class SimulatedHost:
             self._timer = loop.call_at(self.told_at_s(loop.time()) + self._status_interval_s, self._tell_all)
 
     def _read_status(self) -> WorkerStatus:
-        stats = self._engine.stats()
-        num_running = min(stats.num_running, self._num_live)
-        pool = stats.pool
-        return WorkerStatus(
-            num_running=num_running,
-            num_waiting=self._num_live - num_running,
+        return status_of(
+            self._engine.stats(),
+            self._engine_info,
+            num_unended=self._num_live,
             queued_prefill_tokens=self._backlog.num_tokens(self._engine.num_prefilled_tokens),
-            kv_used_blocks=stats.kv_used_blocks,
-            kv_total_blocks=self._engine_info.num_blocks,
-            prefill_s_per_token=stats.step_fit.prefill_s_per_token,
-            step_s=stats.step_fit.step_s,
-            decode_s_per_seq=stats.step_fit.decode_s_per_seq,
-            step_budget_tokens=self._engine_info.step_budget_tokens,
             num_resident_blocks=self._count_resident_blocks(),
-            kv_pinned_blocks=None if pool is None else pool.num_pinned,
-            kv_shared_blocks=None if pool is None else pool.num_shared,
-            kv_private_blocks=None if pool is None else pool.num_private,
         )
 
     # The worker's end: what routers send.

@@ -101,7 +101,7 @@ async def test_worker_has_all_of_them_on_one_page(
         return FakeEngine(scheme=scheme, on_blocks=wiring[0])
 
     monkeypatch.setattr(process, "prepare_model", lambda *_: tmp_path)
-    monkeypatch.setattr(process, "_parity_key", lambda *_: b"parity")
+    monkeypatch.setattr(process, "tokenizer_fingerprint", lambda *_: b"fingerprint")
     monkeypatch.setitem(process._ENGINES, "vllm", make_engine)  # type: ignore[arg-type]
     settings = Settings(model="tiny", heartbeat_s=0.1)
     options = WorkerOptions(WorkerId("w1"), settings, embedded_store.url, b"s" * 32, is_local=True)

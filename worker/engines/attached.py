@@ -15,14 +15,23 @@ from typing import Any
 
 import aiohttp
 
-from shared.errors import ConfigError, ContextTooLong, EngineError, InvalidRequest, KvrouteError, PinRefused, UnknownPin
+from shared.errors import ConfigError, EngineError, InvalidRequest, KvrouteError, PinRefused, UnknownPin
 from shared.types import BlockKey, FinishReason, RequestId
 from worker.engines.attached_answers import CompletionStream, ServedModels, ServerMetrics, completion_body
 from worker.engines.attached_events import AttachedEvents
 from worker.engines.attached_http import ServerClient, ServerGone
 from worker.engines.attached_options import AttachedOptions
 from worker.engines.attached_steps import StreamSteps
-from worker.engines.base import EngineDelta, EngineInfo, EngineRequest, EngineStats, OnBlocks, OnDeath, PinnedPrefix
+from worker.engines.base import (
+    EngineDelta,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    OnBlocks,
+    OnDeath,
+    PinnedPrefix,
+    check_length,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -316,13 +325,7 @@ class AttachedEngine:
 
     async def _check(self, request: EngineRequest) -> None:
         """Raises for what the server would refuse late or take for something else."""
-        if not request.token_ids:
-            raise InvalidRequest("the prompt is empty")
-        if len(request.token_ids) >= self._max_model_len_tokens:
-            raise ContextTooLong(
-                f"a prompt of {len(request.token_ids)} tokens leaves no room for an answer "
-                f"in a context of {self._max_model_len_tokens}"
-            )
+        check_length(len(request.token_ids), self._max_model_len_tokens)
         if request.request in self._live:
             raise InvalidRequest(f"request {request.request} is already being computed")
         if request.adapter and request.adapter not in self._adapters:

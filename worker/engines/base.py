@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shared.errors import ContextTooLong, InvalidRequest
 from shared.types import BlockKey, FinishReason, RequestId, Sampling
 
 
@@ -117,6 +118,16 @@ class BlockChange:
     stored: tuple[BlockKey, ...] = ()
     removed: tuple[BlockKey, ...] = ()
     is_reset: bool = False
+
+
+def check_length(num_tokens: int, max_model_len_tokens: int) -> None:
+    """Refuse a prompt that leaves no room for an answer, or is none."""
+    if not num_tokens:
+        raise InvalidRequest("the prompt is empty")
+    if num_tokens >= max_model_len_tokens:
+        raise ContextTooLong(
+            f"a prompt of {num_tokens} tokens leaves no room for an answer in a context of {max_model_len_tokens}"
+        )
 
 
 class Engine(Protocol):

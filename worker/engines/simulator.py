@@ -27,11 +27,12 @@ from worker.engines.base import (
     PinnedPrefix,
     PoolUse,
     StepFit,
+    check_length,
 )
 from worker.engines.simulated import Listener, Simulated, State
 from worker.engines.simulator_batch import Batch, Plan
 from worker.engines.simulator_options import SimulatorOptions, check_sizes
-from worker.engines.simulator_requests import DeltaReader, check_length, check_sampling, packed
+from worker.engines.simulator_requests import DeltaReader, check_sampling, packed
 from worker.latency import StepTimes
 from worker.sequences import ResidentChanges, Sequence
 

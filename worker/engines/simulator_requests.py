@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
 
-from shared.errors import ContextTooLong, EngineError, InvalidRequest
+from shared.errors import EngineError, InvalidRequest
 from shared.hashing import pack_tokens
 from shared.types import Sampling
 from worker.engines.base import EngineDelta
@@ -57,16 +57,6 @@ def check_sampling(sampling: Sampling) -> None:
     for is_refused, name, allowed in refusals:
         if is_refused:
             raise InvalidRequest(f"{name} must be {allowed}, got {getattr(sampling, name)}", param=name)
-
-
-def check_length(num_tokens: int, max_model_len_tokens: int) -> None:
-    """Refuse a prompt that leaves no room for an answer, or is none."""
-    if not num_tokens:
-        raise InvalidRequest("the prompt is empty")
-    if num_tokens >= max_model_len_tokens:
-        raise ContextTooLong(
-            f"a prompt of {num_tokens} tokens leaves no room for an answer in a context of {max_model_len_tokens}"
-        )
 
 
 def packed(token_ids: list[int], vocabulary_size: int, what: str = "") -> bytes:

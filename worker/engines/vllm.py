@@ -16,9 +16,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import ConfigError, ContextTooLong, EngineError, InvalidRequest, PinRefused, UnknownPin
+from shared.errors import ConfigError, EngineError, InvalidRequest, PinRefused, UnknownPin
 from shared.types import BlockKey, FinishReason, RequestId, Sampling
-from worker.engines.base import EngineDelta, EngineInfo, EngineRequest, EngineStats, OnBlocks, OnDeath, PinnedPrefix
+from worker.engines.base import (
+    EngineDelta,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    OnBlocks,
+    OnDeath,
+    PinnedPrefix,
+    check_length,
+)
 from worker.engines.vllm_keys import refusal_of_groups, refusal_of_model
 from worker.engines.vllm_launch import Launch, ending_of, launch, logged_cause, prepare_launch
 from worker.engines.vllm_options import VllmOptions, check_pin_budget
@@ -275,13 +284,7 @@ class VllmEngine:
 
     def _check(self, request: EngineRequest) -> None:
         """Raises for what vLLM would refuse late or not at all."""
-        if not request.token_ids:
-            raise InvalidRequest("the prompt is empty")
-        if len(request.token_ids) >= self._max_model_len_tokens:
-            raise ContextTooLong(
-                f"a prompt of {len(request.token_ids)} tokens leaves no room for an answer "
-                f"in a context of {self._max_model_len_tokens}"
-            )
+        check_length(len(request.token_ids), self._max_model_len_tokens)
         if request.adapter:
             raise InvalidRequest(f"this engine has no adapter {request.adapter!r}", param="adapter")
         if request.request in self._live:
