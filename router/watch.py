@@ -67,7 +67,8 @@ class Watch:
         self, request: GenerateRequest, keys: Sequence[BlockKey], ranking: Ranking, trace: RequestTrace
     ) -> None:
         """A request is bound to a worker. Modifies this and what the trace tells of the possible."""
-        if trace.num_attempts == 1:
+        # A refused submit is no attempt, and what it was weighed with has been seen by then.
+        if len(trace.attempts) == 1:
             num_known = self._seen.add(keys)
             num_usable = num_usable_blocks(request.num_prompt_tokens, self._block_size_tokens)
             trace.possible_tokens = min(num_known, num_usable) * self._block_size_tokens

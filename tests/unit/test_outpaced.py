@@ -27,6 +27,9 @@ def test_of_two_routers_that_go_for_one_worker_the_second_is_refused_and_weighs_
             traces = [trace for _, trace in answers]
             assert [trace.num_refusals for trace in traces] == [0, 1]
             assert [(trace.num_attempts, trace.failed_workers) for trace in traces] == [(1, []), (1, [])]
+            # To come again is not to come after oneself.
+            assert [trace.possible_tokens for trace in traces] == [0, 0]
+            assert [router.watch.groups.hottest(9) for router in (one, other)] == [[], []]
             # It waited in its router, and not behind the other one's.
             assert traces[1].bound_at_s is not None
             assert traces[0].first_token_at_s is not None
