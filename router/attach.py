@@ -15,16 +15,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.policies import make_policy
-from router.service import Router
-from router.serving import Say, Serving
+from router.serving import Say, Serving, enter_router
 from router.tokenizer import Tokenizer
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import WorkerRecord
 from shared.errors import ConfigError, KvrouteError, NoWorker
-from shared.hashing import parity_key
-from shared.telemetry import Metrics
 from shared.transport.base import OnChange, WorkerClient
 from shared.transport.client import ChannelClient
 from shared.types import CacheScheme, RouterId, WorkerId
@@ -38,7 +34,7 @@ _TIMEOUT_S = 5.0
 """Longest wait for what a server has at hand."""
 _PAUSE_S = 1.0
 """Between two rounds of asking servers of which none answers."""
-_OF_OWN_WORKERS = frozenset(
+OF_OWN_WORKERS = frozenset(
     {
         "engine",
         "profile",
@@ -80,7 +76,7 @@ async def find_servers(settings: Settings, say: Say) -> Servers:
 
     Raises `ConfigError` for what cannot be meant, `NoWorker` where none answers within `start_timeout_s`.
     """
-    misplaced = sorted(settings.model_fields_set & _OF_OWN_WORKERS)
+    misplaced = sorted(settings.model_fields_set & OF_OWN_WORKERS)
     if misplaced:
         names = ", ".join("--" + name.replace("_", "-") for name in misplaced)
         raise ConfigError(f"{names}: of no use with --attach, whose servers are somebody else's")
@@ -169,22 +165,9 @@ async def attached_router(servers: Servers, say: Say) -> AsyncIterator[Serving]:
                 info.worker, info.instance, router_id, options.secret, opening, rng=rng, on_change=on_change
             )
 
-        router = Router(
-            router_id,
-            directory,
-            connect,
-            make_policy(settings.policy),
-            scheme=scheme,
-            parity_key=parity_key(scheme, tokenizer.fingerprint),
-            metrics=Metrics(),
-            rng=rng,
-            max_attempts=settings.max_attempts,
-            max_held=settings.max_queued,
-            queue_timeout_s=settings.queue_timeout_s,
-            min_prefix_tokens=settings.min_prefix_tokens,
-            refresh_s=settings.heartbeat_s,
+        router = await enter_router(
+            stack, settings, router_id, directory, connect, scheme=scheme, tokenizer=tokenizer, rng=rng
         )
-        await stack.enter_async_context(router)
         yield Serving(settings, router, tokenizer, scheme, infos, actors={}, store=None, run=None)
 
 

@@ -12,7 +12,6 @@ import random
 import secrets
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,19 +21,13 @@ from typing import Any
 from router import cluster, runfile
 from router.cluster import WorkerResources
 from router.plan import download_config
-from router.policies import make_policy
-from router.request_log import RequestLog
-from router.service import Router
-from router.serving import Say, Serving
+from router.serving import Say, Serving, enter_router
 from router.tokenizer import Tokenizer
-from router.tracing import Tracing
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import Directory, WorkerRecord
 from shared.directory.embedded import EmbeddedStore
 from shared.errors import ConfigError, DirectoryUnavailable, EngineError, NoWorker
-from shared.hashing import parity_key
-from shared.telemetry import Metrics
 from shared.telemetry_ray import keep_in_ray
 from shared.transport.base import OnChange, WorkerClient
 from shared.transport.client import connect_worker
@@ -183,36 +176,18 @@ async def _enter_router(
     def connect(record: WorkerRecord, on_change: OnChange) -> WorkerClient:
         return connect_worker(record.info, router_id, secret, on_change=on_change, rng=rng)
 
-    request_log = None
-    if settings.request_log is not None and not is_observer:
-        log = RequestLog(settings.request_log, block_size_tokens=settings.block_size, wall_clock=time.time)
-        request_log = await stack.enter_async_context(log)
-    tracing = None
-    if settings.otlp_endpoint and not is_observer:
-        tracing = Tracing.to_endpoint(settings.otlp_endpoint)
-        stack.push_async_callback(tracing.close)
-    router = Router(
+    router = await enter_router(
+        stack,
+        settings,
         router_id,
         await _connect_directory(run.redis_url, settings, reader="" if is_observer else router_id),
         connect,
-        make_policy(settings.policy),
         scheme=scheme,
-        parity_key=parity_key(scheme, tokenizer.fingerprint),
-        metrics=Metrics(),
+        tokenizer=tokenizer,
         rng=rng,
-        max_attempts=settings.max_attempts,
-        max_held=settings.max_queued,
-        queue_timeout_s=settings.queue_timeout_s,
-        min_prefix_tokens=settings.min_prefix_tokens,
-        tenant_to_weight=settings.tenant_weights,
-        request_log=request_log,
         only=_OwnWorkers(run.worker_tag),
-        refresh_s=settings.heartbeat_s,
         is_observer=is_observer,
-        tracing=tracing,
     )
-    tokenizer.expose(router.metrics)
-    await stack.enter_async_context(router)
     if not is_observer:
         in_ray = asyncio.create_task(keep_in_ray(router.metrics, {"router": router_id}), name="ray-metrics")
         stack.callback(in_ray.cancel)

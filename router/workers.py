@@ -48,29 +48,7 @@ async def serving_of(workers: Workers, say: Say) -> AsyncIterator[Serving]:
         yield serving
 
 
-_OF_THE_WORKERS = frozenset(
-    {
-        "model",
-        "served_model_name",
-        "engine",
-        "workers",
-        "block_size",
-        "max_model_len",
-        "max_num_seqs",
-        "kv_cache_blocks",
-        "kv_cache_bytes",
-        "pin_budget_blocks",
-        "gpu_memory_utilization",
-        "tensor_parallel_size",
-        "gpus_per_worker",
-        "dtype",
-        "eviction",
-        "engine_args",
-        "profile",
-        "redis_url",
-        "ray_address",
-    }
-)
+_OF_THE_WORKERS = attach.OF_OWN_WORKERS | {"model", "served_model_name", "block_size", "ray_address"}
 """Settings that are fixed once workers run."""
 
 

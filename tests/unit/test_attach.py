@@ -98,6 +98,17 @@ async def test_requests_follow_their_prefix_and_match_what_the_server_gives(fold
             assert (again.worker, again.matched_tokens, again.cached_tokens) == (trace.worker, 96, 96)
 
 
+async def test_what_a_router_tells_and_logs_it_tells_and_logs_of_attached_servers_too(folder: Path, tmp_path: Path):
+    log = tmp_path / "requests.jsonl"
+    async with servers(FakeOptions()) as running:
+        async with serving(settings(running, folder, request_log=log, tenant_weights={"gold": 3.0})) as over:
+            await ask(over, 1, prompt(1, 100))
+            assert "kvroute_segment_cache_on 1.0" in over.router.render_metrics().decode()
+            assert over.router.queue._shares.weight("gold") == 3.0
+        (line,) = map(json.loads, log.read_text().splitlines())
+        assert (line["prompt_tokens"], line["output_tokens"]) == (100, 4)
+
+
 async def test_a_server_lost_under_a_request_costs_no_answer_and_comes_back_empty(folder: Path):
     async with servers(FakeOptions(), FakeOptions()) as running, serving(settings(running, folder)) as over:
         expected: list[int] = []
