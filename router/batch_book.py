@@ -6,11 +6,12 @@ that it is to be cancelled is said by a mark beside it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,16 @@ class BatchBook:
     def all_of(self, tenant: str) -> list[BatchRecord]:
         """A tenant's batches, newest first."""
         found = [record for one in self.ids() if (record := self.read(one)) is not None and record.tenant == tenant]
-        return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
+        return _newest_first(found)
+
+    def newest(self, most: int) -> list[BatchRecord]:
+        """The batches of all tenants that were written last, newest first; of all others nothing is read."""
+        written = []
+        for path in self.folder.glob("batch_*.json"):
+            with contextlib.suppress(FileNotFoundError):
+                written.append((path.stat().st_mtime, path.stem))
+        records = [self.read(batch_id) for _, batch_id in sorted(written, reverse=True)[:most]]
+        return _newest_first(record for record in records if record is not None)
 
     def read(self, batch_id: str) -> BatchRecord | None:
         """A record as it is now; `None` where there is none."""
@@ -144,3 +154,7 @@ class BatchBook:
         if record.status in ("validating", "in_progress") and self.cancel_mark(batch_id).exists():
             record.become("cancelling")
         return record
+
+
+def _newest_first(records: Iterable[BatchRecord]) -> list[BatchRecord]:
+    return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)

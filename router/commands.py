@@ -119,8 +119,6 @@ async def run_rows(
 ) -> BatchReport:
     """Run a batch on the workers that serve, with as many rows under way as suits them where no number is given."""
     settings = serving.settings
-    num_seqs = sum(info.max_num_seqs for info in serving.workers)
-    wanted = max_in_flight or settings.max_in_flight or num_seqs * _IN_FLIGHT_PER_SEQ
     return await run_batch(
         prepared,
         generate=serving.router.generate,
@@ -128,8 +126,7 @@ async def run_rows(
         scheme=serving.scheme,
         max_model_len_tokens=serving.max_model_len_tokens,
         rng=random.Random(settings.seed),
-        # Rows beyond what the router holds would only be refused by it.
-        limits=BatchLimits(min(wanted, settings.max_queued)),
+        limits=BatchLimits(serving.num_in_flight(_IN_FLIGHT_PER_SEQ, max_in_flight)),
         # Others may use workers that were there before.
         service_class=ServiceClass.INTERACTIVE if serving.actors else ServiceClass.BATCH,
         on_row=on_row,

@@ -128,16 +128,14 @@ class DecisionLog:
 
 def candidates_of(ranking: Ranking) -> tuple[Candidate, ...]:
     """All workers of a decision with their costs, the chosen one first."""
-    worker_to_column = {worker: column for column, worker in enumerate(ranking.workers)}
     return tuple(
         Candidate(
-            worker=worker,
+            worker=ranking.workers[column],
             total=_finite(float(ranking.total[column])),
             matched_tokens=int(ranking.matched_tokens[column]),
             terms={name: value for name, term in ranking.terms.items() if math.isfinite(value := float(term[column]))},
         )
-        for worker in ranking.order
-        for column in (worker_to_column[worker],)
+        for column in ranking.columns
     )
 
 

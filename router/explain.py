@@ -15,12 +15,14 @@ from router import fields
 from router.credit import Credit, prefix_hash
 from router.decisions import Candidate, candidates_of, reason_of
 from router.policies.base import Ranking, Requests
-from router.prompts import Prompt
+from router.prompts import Prompt, prompt_tokens
 from router.requests import GenerateRequest
 from router.service import Router
 from router.tables import or_dash, table
+from router.tokenizer import Tokenizer
+from shared.config import Settings
 from shared.errors import DirectoryUnavailable, InvalidRequest, NoWorker
-from shared.hashing import block_keys, pack_tokens, root_key
+from shared.hashing import pack_tokens
 from shared.types import RequestId, Sampling
 
 _NOMINAL_OUTPUT_TOKENS = 64
@@ -50,6 +52,12 @@ class Explanation:
         return asdict(self)
 
 
+async def explain_prompt(router: Router, prompt: Prompt, tokenizer: Tokenizer, settings: Settings) -> dict[str, Any]:
+    """What `explain` tells of a prompt as it stands in a file or a body, in plain values."""
+    token_ids = await asyncio.to_thread(prompt_tokens, prompt, tokenizer, settings, add_generation_prompt=True)
+    return (await explain(router, token_ids, salt=prompt.salt)).to_json()
+
+
 async def explain(router: Router, token_ids: Sequence[int], *, salt: str = "") -> Explanation:
     """Weigh a prompt as if it came now and alone. Books, promises and sends nothing.
 
@@ -59,7 +67,7 @@ async def explain(router: Router, token_ids: Sequence[int], *, salt: str = "") -
         RequestId("explain"), pack_tokens(token_ids), Sampling(max_tokens=_NOMINAL_OUTPUT_TOKENS), salt=salt
     )
     block_size_tokens = router.scheme.block_size_tokens
-    keys = block_keys(request.token_ids, block_size_tokens, root_key(router.scheme, salt=salt))
+    keys = router.keys(request)
     is_directory_known = True
     worker_to_match = {}
     try:

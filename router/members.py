@@ -13,7 +13,7 @@ class Member:
 
     info: WorkerInfo
     state: str
-    """`ready`, `away`, `draining`, `resting` or `suspected`."""
+    """One of `membership.STATES`."""
     status: WorkerStatus | None
     """`None` before its first frame."""
     status_age_s: float

@@ -26,7 +26,7 @@ from router.http_files import FilesApi
 from router.http_server import is_loopback, listen, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
 from router.serve_dashboard import dashboard_of
-from router.serving import Say, Serving
+from router.serving import Say, Serving, url_of
 from router.siblings import Siblings, all_metrics, listen_for_siblings
 from router.stored_files import FileStore
 from shared.config import Settings
@@ -134,16 +134,13 @@ def make_batch_service(
 ) -> BatchService:
     """What runs the batches that come in over HTTP."""
     settings = serving.settings
-    num_seqs = sum(info.max_num_seqs for info in serving.workers)
-    wanted = settings.max_in_flight or num_seqs * _IN_FLIGHT_PER_SEQ
     runs = BatchRuns(
         generate=serving.router.generate,
         tokenizer=serving.tokenizer,
         scheme=serving.scheme,
         model=settings.model_name,
         max_model_len_tokens=serving.max_model_len_tokens,
-        # Rows beyond what the router holds would only be refused by it.
-        limits=BatchLimits(min(wanted, settings.max_queued)),
+        limits=BatchLimits(serving.num_in_flight(_IN_FLIGHT_PER_SEQ)),
         caller_of=_key_ring(settings, entries, 1).caller_of,
     )
     return BatchService(runs, *files, random.Random(settings.seed))
@@ -217,8 +214,7 @@ def _check_exposure(settings: Settings, say: Say) -> None:
 def _banner(serving: Serving, port: int, num_routers: int) -> list[str]:
     """What serves, and where."""
     settings = serving.settings
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{host}:{port}"
+    url = url_of(settings.host, port)
     keys = "a key is needed" if settings.api_key_file or settings.api_key.get_secret_value() else "no key is needed"
     return [
         f"{settings.model_name}: {len(serving.workers)} of {max(settings.workers, len(serving.workers))} workers are "

@@ -8,10 +8,9 @@ from typing import Any
 
 from router.batch_book import BatchBook
 from router.dashboard import dashboard_app
-from router.explain import explain, read_body
+from router.explain import explain_prompt, read_body
 from router.http_call import App
 from router.overview import BatchJob, Overview, Viewpoint
-from router.prompts import prompt_tokens
 from router.serving import Serving
 
 _SHOWN_JOBS = 10
@@ -29,25 +28,13 @@ def dashboard_of(serving: Serving, book: BatchBook | None, is_ending: Callable[[
         return await viewpoint.take(with_history=with_history)
 
     async def explained(raw: bytes) -> Mapping[str, Any]:
-        prompt = read_body(raw)
-        token_ids = await asyncio.to_thread(
-            prompt_tokens, prompt, serving.tokenizer, serving.settings, add_generation_prompt=True
-        )
-        return (await explain(serving.router, token_ids, salt=prompt.salt)).to_json()
+        return await explain_prompt(serving.router, read_body(raw), serving.tokenizer, serving.settings)
 
     return dashboard_app(take, explained, is_ending=is_ending)
 
 
 def newest_jobs(book: BatchBook) -> list[BatchJob]:
-    """The batches that were written last, newest first; of all others nothing is read. Blocks."""
-    written = []
-    for path in book.folder.glob("batch_*.json"):
-        try:
-            written.append((path.stat().st_mtime, path.stem))
-        except FileNotFoundError:
-            continue
-    records = [book.read(batch_id) for _, batch_id in sorted(written, reverse=True)[:_SHOWN_JOBS]]
-    found = [record for record in records if record is not None]
+    """The batches that were written last, newest first. Blocks."""
     return [
         BatchJob(
             id=record.id,
@@ -57,5 +44,5 @@ def newest_jobs(book: BatchBook) -> list[BatchJob]:
             num_failed=record.num_failed,
             began_at=record.created_at,
         )
-        for record in sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
+        for record in book.newest(_SHOWN_JOBS)
     ]

@@ -167,19 +167,19 @@ class Router:
             if self._tracing is not None:
                 self._tracing.end(request, trace, outcome)
             if self._request_log is not None and trace.num_output_tokens:
-                self._request_log.note(request, self._keys(request), trace)
+                self._request_log.note(request, self.keys(request), trace)
 
     async def _attempts(self, request: GenerateRequest, trace: RequestTrace) -> AsyncGenerator[Generated, None]:
         """One worker after the other, each from where the one before broke off, until the answer is whole."""
         sent: list[int] = []
         failures: list[str] = []
-        left, keys = request, self._keys(request)
+        left, keys = request, self.keys(request)
         await self._check_deadline(request, keys)
         finish: FinishReason | None = None
         while finish is None:
             if sent:
                 left = continued(request, sent)
-                keys = self._keys(left)
+                keys = self.keys(left)
             asked_at_s = self._clock()
             placement = await self._place(left, keys, trace)
             trace.num_attempts += 1
@@ -213,7 +213,8 @@ class Router:
                     self._check_may_go_on(request, trace, sent, failures, error)
         self.queue.note_finished(placement, len(sent))
 
-    def _keys(self, request: GenerateRequest) -> Sequence[BlockKey]:
+    def keys(self, request: GenerateRequest) -> Sequence[BlockKey]:
+        """Keys of the full blocks of a request's prompt."""
         return self._known_keys.of(request.token_ids, salt=request.salt, adapter=request.adapter)
 
     async def _check_deadline(self, request: GenerateRequest, keys: Sequence[BlockKey]) -> None:

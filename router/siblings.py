@@ -12,9 +12,11 @@ import json
 import logging
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from router.serving import Say
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +26,6 @@ _METRICS_S = 2.0
 _LAST_WORDS_S = 5.0
 OWN_METRICS_PATH = "/metrics/own"
 """Where each process tells of itself alone."""
-
-Say = Callable[[str], None]
 
 
 def metrics_socket(folder: Path, number: int) -> Path:

@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from router import launch, runfile
-from router.explain import explain, wait_for_statuses
+from router.explain import explain_prompt, wait_for_statuses
 from router.overview import Viewpoint
-from router.prompts import Prompt, prompt_tokens
-from router.serving import Say
+from router.prompts import Prompt
+from router.serving import Say, url_of
 from shared.config import Settings
 from shared.errors import ConfigError, KvrouteError, NoWorker
 
@@ -62,11 +62,8 @@ async def run_explain(
             raise NoWorker(f"{error}, and no `kvroute up` runs") from None
     say("asking the workers of `kvroute up` as a router that has just begun would")
     async with launch.attached(run, settings, say, is_observer=True) as serving:
-        token_ids = await asyncio.to_thread(
-            prompt_tokens, prompt, serving.tokenizer, settings, add_generation_prompt=True
-        )
         await wait_for_statuses(serving.router)
-        return (await explain(serving.router, token_ids, salt=prompt.salt)).to_json()
+        return await explain_prompt(serving.router, prompt, serving.tokenizer, settings)
 
 
 @contextlib.asynccontextmanager
@@ -120,8 +117,7 @@ def _base_url(url: str | None, settings: Settings) -> str:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url: {url!r} is no http:// or https:// URL")
         return url.rstrip("/")
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"http://{host}:{settings.port}"
+    return url_of(settings.host, settings.port)
 
 
 async def _ask(url: str, settings: Settings, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:

@@ -243,21 +243,24 @@ class Ranking:
         return cls(loads.workers, best, total, requests.matched_tokens[row].copy(), terms, max_queued_tokens)
 
     @property
-    def order(self) -> list[WorkerId]:
-        """All workers, the chosen one first, the others by cost."""
+    def columns(self) -> list[int]:
+        """Those of all workers, the chosen one first, the others by cost."""
         columns = np.argsort(self.total, kind="stable").tolist()
         columns.remove(self.best)
-        return [self.workers[column] for column in (self.best, *columns)]
+        return [self.best, *columns]
+
+    @property
+    def order(self) -> list[WorkerId]:
+        """All workers, the chosen one first, the others by cost."""
+        return [self.workers[column] for column in self.columns]
 
     def explain(self) -> str:
         """The decision in one line, best worker first. Rendered only when somebody looks."""
-        worker_to_column = {worker: column for column, worker in enumerate(self.workers)}
-        columns = [worker_to_column[worker] for worker in self.order]
         return "; ".join(
             f"{self.workers[column]}={self.total[column]:.4g}"
             + "".join(f" {name}={term[column]:.4g}" for name, term in self.terms.items())
             + f" matched={self.matched_tokens[column]}"
-            for column in columns
+            for column in self.columns
         )
 
 
