@@ -17,6 +17,7 @@ from router.batch import BatchLimits, Row, prepare_batch, run_batch
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Detokenizer, Tokenizer
 from shared.errors import WorkerLost
+from shared.hashing import pack_tokens
 from shared.types import CacheScheme, FinishReason
 from tests.support.batches import MODEL
 
@@ -24,10 +25,10 @@ from tests.support.batches import MODEL
 class ByteTokenizer:
     """UTF-8 bytes as token ids: starts at once, which the real one does not."""
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return list("".join(message["content"] for message in messages).encode())
+    async def tokens_of(self, *, messages: Sequence[Mapping[str, Any]], salt: str) -> bytes:
+        return pack_tokens(list("".join(message["content"] for message in messages).encode()))
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], **_: Any) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: bytes, **_: Any) -> Detokenizer:
         return Detokenizer(lambda token_ids: bytes(token_ids).decode(errors="replace"))
 
 
