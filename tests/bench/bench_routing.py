@@ -1,10 +1,12 @@
 """Compares untuned kvroute with tuned peers on simulated fleets: `python -m tests.bench.bench_routing`.
 
 Sixteen 13B workers. Each peer's knobs are tried on the first requests of a trace, for each cache, number of routers and
-load anew; the values with the least mean TTFT are measured on the next requests, which nobody was tuned on. Load is the
-rate of arrivals over what round robin serves when saturated. Several routers see the fleet 100 ms late. Prompts are cut
-to 16,384 tokens. A seed draws where within its tick of 3 s a request of Mooncake's trace arrives and all that policies
-draw; of a made-up trace it draws the trace as well. All policies get the same arrivals and the same eviction rule.
+load anew: every value on a quarter of them, the best few of each peer on all. The values with the least mean TTFT are
+measured on the next requests, which nobody was tuned on. The first seed measures every peer, as it comes and as tuned;
+the other seeds measure the tuned peers that came near the best one. Load is the rate of arrivals over what round robin
+serves when saturated. Several routers see the fleet 100 ms late. Prompts are cut to 16,384 tokens. A seed draws where
+within its tick of 3 s a request of Mooncake's trace arrives and all that policies draw; of a made-up trace it draws the
+trace as well. All policies get the same arrivals and the same eviction rule.
 
 Without `--proof` a short part runs, with peers as they come. Runs that stand in `--results` are not run again; those of
 other code are told of, and stay until the file is removed. All figures are simulated, the same on every machine.
@@ -45,6 +47,10 @@ PROOF_ROUTERS = (1, 4)
 PROOF_SEEDS = (0, 1, 2)
 PROOF_REQUESTS = 3000
 SHORT_REQUESTS = 400
+NUM_FINALISTS = 3
+"""Values of a peer's knobs that are tried on all requests of the tuning."""
+NEAR_RATIO = 1.25
+"""A tuned peer whose mean TTFT on the first seed is farther than this from the best one's is not run on other seeds."""
 
 Value = TypeVar("Value")
 
@@ -69,9 +75,9 @@ class Row:
     hit_ratio: float
     peer_hit_ratio: float
     default_ratios: dict[str, float]
-    """By peer: mean TTFT over that of the peer as it comes."""
+    """By peer: mean TTFT over that of the peer as it comes, on the first seed."""
     tuned_ratios: dict[str, float]
-    """By peer: mean TTFT over that of the peer as tuned."""
+    """By peer: mean TTFT over that of the peer as tuned, on the first seed."""
     tuned: dict[str, str]
     """By peer: its knobs."""
 
@@ -97,29 +103,40 @@ class Comparison:
         self._tuned_loads = tuned_loads
         """Loads that peers are tuned at, each for the loads near it; empty: at every one."""
 
-    def tuning_runs(self, cell: Cell) -> list[Run]:
-        """Every peer with every value that is tried. One seed."""
+    def first_tuning_runs(self, cell: Cell) -> list[Run]:
+        """Every peer with every value that is tried, on a quarter of the requests. One seed."""
         if not self._is_tuned:
             return []
-        return [self._tuning_run(cell, text) for peer in self._peers for text in grid(peer)]
+        return [self._tuning_run(cell, text, is_final=False) for peer in self._peers for text in grid(peer)]
 
-    def measuring_runs(self, cell: Cell, extra: Iterable[str] = ()) -> list[Run]:
-        """All that are compared, on the requests that nobody was tuned on. The tuning has run."""
+    def last_tuning_runs(self, cell: Cell) -> list[Run]:
+        """Every peer with its best values, on all requests. The first tuning runs have run."""
+        if not self._is_tuned:
+            return []
+        return [self._tuning_run(cell, text) for peer in self._peers for text in self._finalists(cell, peer)]
+
+    def first_measuring_runs(self, cell: Cell, extra: Iterable[str] = ()) -> list[Run]:
+        """All that are compared, on the requests that nobody was tuned on, with the first seed. The tuning has run."""
         texts = [OURS, *extra, *self._peers, *(self.tuned(cell, peer) for peer in self._peers)]
-        return [self._run(cell, "measure", seed, text) for seed in self._seeds for text in dict.fromkeys(texts)]
+        return [self._run(cell, "measure", self._seeds[0], text) for text in dict.fromkeys(texts)]
+
+    def further_measuring_runs(self, cell: Cell, extra: Iterable[str] = ()) -> list[Run]:
+        """The same with the other seeds, without the peers that are far behind. The first measuring runs have run."""
+        texts = [OURS, *extra, *(self.tuned(cell, peer) for peer in self._contenders(cell))]
+        return [self._run(cell, "measure", seed, text) for seed in self._seeds[1:] for text in dict.fromkeys(texts)]
 
     def tuned(self, cell: Cell, peer: str) -> str:
         """A peer with the knobs that gave the least mean TTFT in its tuning."""
         if not self._is_tuned:
             return peer
-        return min(grid(peer), key=lambda text: self._results[self._tuning_run(cell, text)]["ttft_mean_s"])
+        return min(self._finalists(cell, peer), key=lambda text: self._ttft_s(self._tuning_run(cell, text)))
 
     def row(self, cell: Cell) -> Row:
         """The comparison in one situation. Its runs have all been run."""
         ours = self._measured(cell, OURS)
         peer_to_text = {peer: self.tuned(cell, peer) for peer in self._peers}
-        peer_to_figures = {peer: self._measured(cell, text) for peer, text in peer_to_text.items()}
-        best = min(self._peers, key=lambda peer: _mean(peer_to_figures[peer], "ttft_mean_s"))
+        peer_to_figures = {peer: self._measured(cell, peer_to_text[peer]) for peer in self._contenders(cell)}
+        best = min(peer_to_figures, key=lambda peer: _mean(peer_to_figures[peer], "ttft_mean_s"))
         theirs = peer_to_figures[best]
         ratios = [one["ttft_mean_s"] / other["ttft_mean_s"] for one, other in zip(ours, theirs, strict=True)]
         ttft_mean_s = _mean(ours, "ttft_mean_s")
@@ -134,21 +151,41 @@ class Comparison:
             peer_goodput_share=round(_mean(theirs, "goodput_share"), 4),
             hit_ratio=round(_mean(ours, "hit_ratio"), 4),
             peer_hit_ratio=round(_mean(theirs, "hit_ratio"), 4),
-            default_ratios={
-                peer: round(ttft_mean_s / _mean(self._measured(cell, peer), "ttft_mean_s"), 3) for peer in self._peers
-            },
-            tuned_ratios={
-                peer: round(ttft_mean_s / _mean(found, "ttft_mean_s"), 3) for peer, found in peer_to_figures.items()
-            },
+            default_ratios={peer: self._first_ratio(cell, peer) for peer in self._peers},
+            tuned_ratios={peer: self._first_ratio(cell, text) for peer, text in peer_to_text.items()},
             tuned=peer_to_text,
         )
+
+    def _finalists(self, cell: Cell, peer: str) -> list[str]:
+        """The values that did best in the first tuning, the best first."""
+        found = sorted(grid(peer), key=lambda text: self._ttft_s(self._tuning_run(cell, text, is_final=False)))
+        return found[:NUM_FINALISTS]
+
+    def _contenders(self, cell: Cell) -> list[str]:
+        """The peers that, as tuned, come near the best one on the first seed."""
+        peer_to_ttft_s = {
+            peer: self._ttft_s(self._run(cell, "measure", self._seeds[0], self.tuned(cell, peer)))
+            for peer in self._peers
+        }
+        most_s = NEAR_RATIO * min(peer_to_ttft_s.values())
+        return [peer for peer, ttft_s in peer_to_ttft_s.items() if ttft_s <= most_s]
 
     def _measured(self, cell: Cell, text: str) -> list[Figures]:
         return [self._results[self._run(cell, "measure", seed, text)] for seed in self._seeds]
 
-    def _tuning_run(self, cell: Cell, text: str) -> Run:
+    def _first_ratio(self, cell: Cell, text: str) -> float:
+        """Our mean TTFT over that of `text`, both on the first seed."""
+        ours, theirs = (self._ttft_s(self._run(cell, "measure", self._seeds[0], each)) for each in (OURS, text))
+        return round(ours / theirs, 3)
+
+    def _ttft_s(self, run: Run) -> float:
+        mean_s: float = self._results[run]["ttft_mean_s"]
+        return mean_s
+
+    def _tuning_run(self, cell: Cell, text: str, *, is_final: bool = True) -> Run:
         load = min(self._tuned_loads or (cell.load,), key=lambda load: abs(load - cell.load))
-        return self._run(replace(cell, load=load), "tune", self._seeds[0], text)
+        run = self._run(replace(cell, load=load), "tune", self._seeds[0], text)
+        return run if is_final else replace(run, num_requests=max(1, self._num_requests // 4))
 
     def _run(self, cell: Cell, half: str, seed: int, text: str) -> Run:
         return Run(**asdict(cell), half=half, num_requests=self._num_requests, seed=seed, policy=text)
@@ -187,12 +224,15 @@ def compare(
     comparison: Comparison, cells: Sequence[Cell], extra: Sequence[str], run: Callable[[Iterable[Run]], None]
 ) -> list[Row]:
     """Tune, measure and compare; `run` runs what has not been run."""
-    tuning = [one for cell in cells for one in comparison.tuning_runs(cell)]
-    run(map(saturation, tuning))
-    run(tuning)
-    measuring = [one for cell in cells for one in comparison.measuring_runs(cell, extra)]
-    run(map(saturation, measuring))
-    run(measuring)
+
+    def run_stage(runs: list[Run]) -> None:
+        run(map(saturation, runs))
+        run(runs)
+
+    run_stage([one for cell in cells for one in comparison.first_tuning_runs(cell)])
+    run_stage([one for cell in cells for one in comparison.last_tuning_runs(cell)])
+    run_stage([one for cell in cells for one in comparison.first_measuring_runs(cell, extra)])
+    run_stage([one for cell in cells for one in comparison.further_measuring_runs(cell, extra)])
     return [comparison.row(cell) for cell in cells]
 
 

@@ -37,7 +37,7 @@ class Executor:
 
 
 def comparison(results: Results, *, is_tuned: bool = True) -> Comparison:
-    return Comparison(results, peers=("llm_d", "sglang"), seeds=(0, 1), num_requests=5, is_tuned=is_tuned)
+    return Comparison(results, peers=("llm_d", "sglang"), seeds=(0, 1), num_requests=8, is_tuned=is_tuned)
 
 
 def run_comparison(path: Path, executor: Executor, *, is_tuned: bool = True) -> list[object]:
@@ -52,18 +52,23 @@ def run_comparison(path: Path, executor: Executor, *, is_tuned: bool = True) -> 
     )
 
 
-def test_peers_are_measured_as_tuned_and_as_they_come_on_other_requests(tmp_path: Path):
+def test_peers_are_tuned_in_two_rounds_and_measured_on_other_requests_near_ones_with_all_seeds(tmp_path: Path):
     executor = Executor()
     (row,) = run_comparison(tmp_path / "r.jsonl", executor)
     assert (row.best_peer, row.ttft_mean_s) == (BEST, 1.01)  # type: ignore[attr-defined]
     assert (row.ttft_ratio, row.ttft_ratio_worst) == (0.505, 0.51)  # type: ignore[attr-defined]
-    assert row.default_ratios == {"llm_d": 0.253, "sglang": 0.253}  # type: ignore[attr-defined]
-    assert row.tuned_ratios == {"llm_d": 0.505, "sglang": 0.253}  # type: ignore[attr-defined]
+    assert row.default_ratios == {"llm_d": 0.25, "sglang": 0.25}  # type: ignore[attr-defined]
+    assert row.tuned_ratios == {"llm_d": 0.5, "sglang": 0.25}  # type: ignore[attr-defined]
     measured = [(run.policy, run.seed) for run, _ in executor.asked if run.half == "measure" and run.load]
-    policies = ("cost", "random", "llm_d", "sglang", BEST)
-    assert measured == [(policy, seed) for seed in (0, 1) for policy in policies]
-    tuned = [run.policy for run, _ in executor.asked if run.half == "tune" and run.load]
-    assert tuned == [*grid("llm_d"), *grid("sglang")]
+    assert measured == [
+        *((policy, 0) for policy in ("cost", "random", "llm_d", "sglang", BEST)),
+        *((policy, 1) for policy in ("cost", "random", BEST)),
+    ]
+    tuned = [(run.policy, run.num_requests) for run, _ in executor.asked if run.half == "tune" and run.load]
+    assert tuned == [
+        *((policy, 2) for policy in (*grid("llm_d"), *grid("sglang"))),
+        *((policy, 8) for policy in (BEST, *grid("llm_d")[:2], *grid("sglang")[:3])),
+    ]
     assert {rate for run, rate in executor.asked if run.load} == {3.0}
     assert BEST in rows_text([row], is_tuned=True)  # type: ignore[list-item]
 
