@@ -117,7 +117,7 @@ async def start_workers(
     """Start workers and wait until each has told that it serves; `stack` ends them. There must be room for all of
     `settings.workers`, of which these are some or all.
     """
-    resources = WorkerResources(num_cpus=1, num_gpus=_num_gpus(settings))
+    resources = _resources(settings)
     if not settings.ray_address:
         # A cluster of somebody else may grow on demand; one of ours will not.
         cluster.check_resources(settings.workers, resources)
@@ -254,6 +254,15 @@ def own_ray_token() -> str:
 def actor_name(worker: WorkerId) -> str:
     """The name that Ray knows a worker by."""
     return f"kvroute:{worker}"
+
+
+def has_room(settings: Settings) -> bool:
+    """Whether the Ray that this process is in can take one more such worker now."""
+    return cluster.has_room(_resources(settings))
+
+
+def _resources(settings: Settings) -> WorkerResources:
+    return WorkerResources(num_cpus=1, num_gpus=_num_gpus(settings))
 
 
 def _num_gpus(settings: Settings) -> float:
