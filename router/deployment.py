@@ -107,7 +107,7 @@ async def _bring_up(
     await launch.prepare_model_folder(settings, say)
     environment = launch.process_environment(run.marker)
     if not run.redis_url:
-        store = EmbeddedStore(environment=environment, is_detached=True)
+        store = EmbeddedStore(environment=environment, is_detached=True, is_kept=True)
         store.start()
         run = replace(run, redis_url=store.url)
         runfile.write_run(run_dir, run)

@@ -61,7 +61,7 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
         store = None
         if not settings.redis_url:
             # Started from the main thread: the server dies with the thread that started it.
-            store = stack.enter_context(EmbeddedStore(environment=process_environment(marker)))
+            store = stack.enter_context(EmbeddedStore(environment=process_environment(marker), is_kept=True))
         redis_url = store.url if store is not None else settings.redis_url
         say("starting Ray" if not settings.ray_address else f"joining Ray at {settings.ray_address}")
         cluster.connect_ray(
