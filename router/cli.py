@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import secrets
 import shlex
 import sys
 from collections.abc import Sequence
@@ -129,10 +128,10 @@ _SERVING_GROUPS = (
 
 
 _REPEATED_FLAGS = ("attach",)
+_FLAG_TO_ALIASES = {"ray-address": ("--address",)}
+"""What Ray's own commands call it."""
 _STARTING_COMMANDS = ("batch", "serve", "up", "demo")
 """Commands that start a Ray of their own where none is named."""
-_JOINING_COMMANDS = ("scale", "drain")
-"""Commands that go into the Ray that `up` has started."""
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -168,7 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
         (("server", _SERVER_FLAGS), ("attached servers", _ATTACH_FLAGS), *_SERVING_GROUPS),
     )
     serve.add_argument("--routers", metavar="N", default="1", help="Processes that share the port; default: 1.")
-    _add_command(commands, "up", "start workers that stay", _SERVING_GROUPS)
+    _add_up_command(commands)
     _add_command(commands, "down", "end what `up` started", (("general", _COMMON_FLAGS),))
     status = _add_command(commands, "status", "show the workers that `up` started", (("general", _COMMON_FLAGS),))
     status.add_argument("--json", action="store_true", help="Print one JSON line.")
@@ -211,6 +210,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--json", action="store_true", help="Print one JSON line.")
     return parser
+
+
+def _add_up_command(commands: Any) -> None:
+    groups = (
+        ("workers", (*_MODEL_FLAGS, *_SEED_FLAGS, *_DRAIN_FLAGS)),
+        ("directory and cluster", tuple(flag for flag in _DIRECTORY_FLAGS if flag[0] != "redis-deadline-s")),
+        ("general", _COMMON_FLAGS),
+    )
+    _add_command(commands, "up", "start workers that stay, or change those that run", groups)
 
 
 def _add_looking_commands(commands: Any) -> None:
@@ -298,7 +306,10 @@ def _add_directory_commands(commands: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code says how it went."""
     words = _kebab(sys.argv[1:] if argv is None else argv)
-    arguments = build_parser().parse_args(words)
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(_unknown_text(arguments.command, unknown))
     from shared.config import load_settings
     from shared.errors import ConfigError, KvrouteError
 
@@ -306,10 +317,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags, own = _split(vars(arguments))
         own["command_line"] = shlex.join(["kvroute", *words])
         settings = load_settings(flags=flags, environment=os.environ, file=own["config"])
-        if arguments.command in _STARTING_COMMANDS and not settings.ray_address:
-            _lock_own_ray()
-        if arguments.command in _JOINING_COMMANDS:
-            _unlock_ray_of_run(settings.run_dir)
+        from router import ray_access
+
+        starts_ray = arguments.command in _STARTING_COMMANDS and not settings.ray_address
+        ray_access.prepare(arguments.command, settings.run_dir, starts_ray=starts_ray)
         from router import commands
 
         return commands.run(arguments.command, settings, own, say=_say, show=_show)
@@ -322,6 +333,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return EXIT_INTERRUPTED
+
+
+def _unknown_text(command: str, unknown: Sequence[str]) -> str:
+    """What is wrong with arguments that the command does not have."""
+    of_routers = {f"--{flag}" for flag, _, _ in (*_ROUTER_FLAGS, *_DIRECTORY_FLAGS)}
+    misplaced = [word for word in unknown if word.partition("=")[0] in of_routers]
+    if command == "up" and misplaced:
+        return f"{', '.join(misplaced)}: for routers, and `up` starts workers alone; give it to `batch` or `serve`"
+    return f"unrecognized arguments: {' '.join(unknown)}"
 
 
 def _add_command(commands: Any, name: str, purpose: str, groups: Sequence[Any]) -> argparse.ArgumentParser:
@@ -337,7 +357,8 @@ def _add_command(commands: Any, name: str, purpose: str, groups: Sequence[Any]) 
         group = parser.add_argument_group(title)
         for flag, metavar, text in flags:
             action = "append" if flag in _REPEATED_FLAGS else "store"
-            group.add_argument(f"--{flag}", metavar=metavar, help=text, default=argparse.SUPPRESS, action=action)
+            names = [f"--{flag}", *_FLAG_TO_ALIASES.get(flag, ())]
+            group.add_argument(*names, metavar=metavar, help=text, default=argparse.SUPPRESS, action=action)
     return parser
 
 
@@ -364,23 +385,6 @@ def _split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             except ValueError as error:
                 raise ConfigError(f"--{name.replace('_', '-')}: not JSON: {error}") from None
     return flags, own
-
-
-def _lock_own_ray() -> None:
-    """Let a Ray that this process starts take calls of this process alone. Ray reads the token when it is imported."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if os.environ["RAY_AUTH_MODE"] == "token":
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-def _unlock_ray_of_run(run_dir: Path | None) -> None:
-    """Show the Ray that `up` has started the token that it asks for. Ray reads it when it is imported."""
-    from router import runfile
-
-    run = runfile.read_run(run_dir or runfile.default_run_dir())
-    if run is not None and run.ray_token:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN"] = run.ray_token
 
 
 def _say(line: str) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private.services import canonicalize_bootstrap_address
+from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError, RayTaskError
 
 from shared.errors import ConfigError, EngineError, KvrouteError
@@ -39,14 +41,17 @@ class WorkerResources:
     num_gpus: float
 
 
-def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, str]) -> None:
+def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, str]) -> str:
     """Join the Ray cluster at `address`, or start a local one that ends with this process.
+
+    Gives the address, found where it was `auto`.
 
     Raises:
         ConfigError: there is no cluster at the address.
     """
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
     if address:
+        address = _find_running() if address == "auto" else address
         _check_listens(address)
         options["address"] = address
     else:
@@ -68,6 +73,20 @@ def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, 
     finally:
         # Ray puts handlers of its own in place, which end the process on the spot.
         signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
+    return address
+
+
+def _find_running() -> str:
+    """Where the Ray is that `auto` means: that of `RAY_ADDRESS`, or the latest that was started on this host."""
+    try:
+        address = canonicalize_bootstrap_address("auto")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "--ray-address auto: no Ray runs on this host; start one with `ray start --head`, name one as HOST:PORT, "
+            f"or leave the flag out, and `kvroute up` starts its own ({error})"
+        ) from None
+    assert isinstance(address, str)
+    return address
 
 
 def _check_listens(address: str) -> None:
@@ -106,6 +125,15 @@ def describe_resources(num_workers: int, resources: WorkerResources) -> str:
     needs = _needs(num_workers, resources)
     return f"{num_workers} workers need " + ", ".join(
         f"{need:g} {kind} of the {have:g} that the Ray cluster has" for kind, need, have in needs if need
+    )
+
+
+def has_room(resources: WorkerResources) -> bool:
+    """Whether one more worker finds its place on some node now. What was just freed may show a second later."""
+    wanted = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
+    return any(
+        all(free.get(kind, 0.0) >= need for kind, need in wanted.items())
+        for free in available_resources_per_node().values()
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router import checkup, deployment, holdings, launch, pins, runfile, warmup
+from router import checkup, deployment, holdings, launch, pins, rollout, runfile, warmup
 from router import plan as planning
 from router.batch import BatchLimits, BatchReport, OnRow, PreparedBatch, prepare_batch, run_batch
 from router.bench import figures_json, figures_text, run_benchmark
@@ -145,6 +145,10 @@ async def _serve(call: Invocation) -> int:
 
 
 async def _up(call: Invocation) -> int:
+    if runfile.alive(call.run_dir) is not None:
+        run = await rollout.change(call.run_dir, call.settings, call.say)
+        call.say(f"{len(run.workers)} workers serve {run.settings['model']}: {', '.join(run.workers)}")
+        return EXIT_OK
     run = await deployment.bring_up(call.settings, call.run_dir, call.say)
     call.say(f"{len(run.workers)} workers serve {run.settings['model']}; Ray at {run.ray_address}")
     call.say("Next steps:")

@@ -8,11 +8,13 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from router import cluster, launch, runfile
+from router.changes import build_of, given
 from router.serving import Say
 from shared.config import Settings
 from shared.directory.embedded import EmbeddedStore, stop_detached
@@ -42,7 +44,7 @@ async def bring_up(settings: Settings, run_dir: Path, say: Say) -> runfile.Run:
         run = runfile.Run(
             runfile.new_marker(),
             secrets.token_hex(32),
-            settings.model_dump(mode="json", exclude_unset=True),
+            given(settings),
             redis_url=settings.redis_url,
             folder="" if settings.ray_address else tempfile.mkdtemp(prefix="kvroute-"),
             ray_token="" if settings.ray_address else launch.own_ray_token(),
@@ -105,7 +107,7 @@ async def _bring_up(
     await launch.prepare_model_folder(settings, say)
     environment = launch.process_environment(run.marker)
     if not run.redis_url:
-        store = EmbeddedStore(environment=environment, is_detached=True)
+        store = EmbeddedStore(environment=environment, is_detached=True, is_kept=True)
         store.start()
         run = replace(run, redis_url=store.url)
         runfile.write_run(run_dir, run)
@@ -113,18 +115,16 @@ async def _bring_up(
     if not ray_address:
         say("starting Ray")
         log_path = run_dir / _RAY_LOG_NAME
-        head, ray_address = cluster.start_head(
-            environment, log_path, num_cpus=max(settings.workers, os.cpu_count() or 1)
-        )
+        # One more than there are workers, so that the successor of each can start beside it.
+        num_cpus = max(settings.workers + 1, os.cpu_count() or 1)
+        head, ray_address = cluster.start_head(environment, log_path, num_cpus=num_cpus)
         await cluster.wait_for_head(head, ray_address, log_path, timeout_s=settings.start_timeout_s)
     run = replace(run, ray_address=ray_address)
     runfile.write_run(run_dir, run)
-    cluster.connect_ray(
-        ray_address, num_local_cpus=0, environment=launch.worker_environment(run.marker, run.folder or None)
-    )
-    stack.callback(cluster.leave_ray)
+    # Where `auto` has led to is where all later commands go.
+    run = replace(run, ray_address=stack.enter_context(joined(run)))
     ids = launch.worker_ids(range(settings.workers), run.worker_tag)
-    run = replace(run, workers=tuple(ids))
+    run = replace(run, workers=tuple(ids), worker_to_build=dict.fromkeys(ids, build_of(settings)))
     runfile.write_run(run_dir, run)
     await launch.start_workers(settings, run.redis_url, bytes.fromhex(run.secret), say, undo, ids=ids, is_detached=True)
     run = replace(run, is_ready=True)
@@ -146,15 +146,15 @@ async def scale(run_dir: Path, num_workers: int, settings: Settings, say: Say) -
         run = runfile.running(run_dir)
         wanted = {"workers": num_workers, "start_timeout_s": settings.start_timeout_s}
         run_settings = Settings(**run.settings).model_copy(update=wanted)
-        with _joined(run):
+        with joined(run):
             # A command that was killed may have left workers that are on their way out: nothing calls them back.
-            leaving = await _leaving(run)
+            leaving = await on_their_way_out(run)
             staying = [worker for worker in run.workers if worker not in leaving]
             if num_workers < len(staying):
-                leaving += await _least_missed(run, run_settings, staying, len(staying) - num_workers)
+                leaving += await least_missed(run, run_settings, staying, len(staying) - num_workers)
             if leaving:
-                run = await _let_go(run_dir, run, leaving, settings.drain_timeout_s, say)
-            return await _grow(run_dir, run, run_settings, say)
+                run = await let_go(run_dir, run, leaving, settings.drain_timeout_s, say)
+            return await grow(run_dir, run, run_settings, say)
 
 
 async def drain(run_dir: Path, worker: WorkerId, settings: Settings, say: Say) -> runfile.Run:
@@ -167,31 +167,42 @@ async def drain(run_dir: Path, worker: WorkerId, settings: Settings, say: Say) -
         run = runfile.running(run_dir)
         if worker not in run.workers:
             raise ConfigError(f"there is no worker {worker!r}; the workers are {', '.join(run.workers)}")
-        _check_stay(await _serving(run, Settings(**run.settings)), [worker])
-        with _joined(run):
-            return await _let_go(run_dir, run, [worker], settings.drain_timeout_s, say)
+        check_stay(await serving(run, Settings(**run.settings)), [worker])
+        with joined(run):
+            return await let_go(run_dir, run, [worker], settings.drain_timeout_s, say)
 
 
 @contextlib.contextmanager
-def _joined(run: runfile.Run) -> Iterator[None]:
-    """Within the Ray that the workers live in."""
+def joined(run: runfile.Run) -> Iterator[str]:
+    """Within the Ray that the workers live in; gives its address."""
     environment = launch.worker_environment(run.marker, run.folder or None)
-    cluster.connect_ray(run.ray_address, num_local_cpus=0, environment=environment)
+    address = cluster.connect_ray(run.ray_address, num_local_cpus=0, environment=environment)
     try:
-        yield
+        yield address
     finally:
         cluster.leave_ray()
 
 
-async def _grow(run_dir: Path, run: runfile.Run, settings: Settings, say: Say) -> runfile.Run:
-    """Start workers up to the number in `settings`, those included that are listed and gone."""
+async def grow(
+    run_dir: Path, run: runfile.Run, settings: Settings, say: Say, *, recorded: Mapping[str, Any] | None = None
+) -> runfile.Run:
+    """Start workers up to the number in `settings`, those included that are listed and gone.
+
+    `recorded` is what the run's settings are then; default: the former ones with that number. Where a worker does not
+    start, all is as it was.
+    """
     ids = list(map(WorkerId, run.workers))
     gone = [worker for worker in ids if cluster.find_actor(launch.actor_name(worker)) is None]
     first = 1 + max((int(worker.removesuffix(run.worker_tag)[1:]) for worker in ids), default=-1)
     new = launch.worker_ids(range(first, first + settings.workers - len(ids)), run.worker_tag)
     if not gone and not new:
         return run
-    grown = replace(run, workers=(*ids, *new), settings={**run.settings, "workers": settings.workers})
+    grown = replace(
+        run,
+        workers=(*ids, *new),
+        settings=dict(recorded or {**run.settings, "workers": settings.workers}),
+        worker_to_build={**run.worker_to_build, **dict.fromkeys([*gone, *new], build_of(settings))},
+    )
     runfile.update_run(run_dir, grown)
     try:
         async with contextlib.AsyncExitStack() as undo:
@@ -205,7 +216,7 @@ async def _grow(run_dir: Path, run: runfile.Run, settings: Settings, say: Say) -
     return grown
 
 
-async def _leaving(run: runfile.Run) -> list[WorkerId]:
+async def on_their_way_out(run: runfile.Run) -> list[WorkerId]:
     """Workers that were told to drain before. One that does not answer is starting again, and stays."""
 
     async def is_leaving(worker: WorkerId) -> bool:
@@ -220,40 +231,54 @@ async def _leaving(run: runfile.Run) -> list[WorkerId]:
     return [worker for worker, is_on_its_way in zip(ids, answers, strict=True) if is_on_its_way]
 
 
-async def _least_missed(
+async def least_missed(
     run: runfile.Run, settings: Settings, workers: Sequence[str], num_workers: int
 ) -> list[WorkerId]:
     """Who of `workers` leaves when so many are to leave: those without a lease first, and of all the newest."""
-    serving = await _serving(run, settings)
+    live = await serving(run, settings)
     newest_first = map(WorkerId, reversed(workers))
-    leaving = sorted(newest_first, key=lambda worker: worker in serving)[:num_workers]
-    _check_stay(serving, leaving)
+    leaving = sorted(newest_first, key=lambda worker: worker in live)[:num_workers]
+    check_stay(live, leaving)
     return leaving
 
 
-async def _serving(run: runfile.Run, settings: Settings) -> set[WorkerId]:
+async def serving(run: runfile.Run, settings: Settings) -> set[WorkerId]:
     """Workers that take requests now."""
     records = await launch.live_workers(run, settings)
     return {record.info.worker for record in records if not record.is_draining}
 
 
-def _check_stay(serving: Set[WorkerId], leaving: Sequence[WorkerId]) -> None:
+def check_stay(live: Set[WorkerId], leaving: Sequence[WorkerId]) -> None:
     """Raises `ConfigError` where nobody would be left to take requests."""
-    if not serving - set(leaving):
+    if not live - set(leaving):
         raise ConfigError(
             f"without {', '.join(leaving)} no worker is left that takes requests; "
             "`kvroute scale` adds some, `kvroute down` ends all"
         )
 
 
-async def _let_go(
-    run_dir: Path, run: runfile.Run, leaving: Sequence[WorkerId], drain_timeout_s: float, say: Say
+async def let_go(
+    run_dir: Path,
+    run: runfile.Run,
+    leaving: Sequence[WorkerId],
+    drain_timeout_s: float,
+    say: Say,
+    *,
+    recorded: Mapping[str, Any] | None = None,
 ) -> runfile.Run:
-    """Drain workers side by side, end them and take them off the run."""
+    """Drain workers side by side, end them and take them off the run.
+
+    `recorded` is what the run's settings are then; default: the former ones with as many workers as are left.
+    """
     say(f"draining {', '.join(leaving)}, for at most {drain_timeout_s:g} s")
     await asyncio.gather(*(_drain_one(worker, drain_timeout_s, say) for worker in leaving))
     workers = tuple(worker for worker in run.workers if worker not in leaving)
-    run = replace(run, workers=workers, settings={**run.settings, "workers": len(workers)})
+    run = replace(
+        run,
+        workers=workers,
+        settings=dict(recorded or {**run.settings, "workers": len(workers)}),
+        worker_to_build={name: build for name, build in run.worker_to_build.items() if name in workers},
+    )
     runfile.update_run(run_dir, run)
     return run
 

@@ -61,7 +61,7 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
         store = None
         if not settings.redis_url:
             # Started from the main thread: the server dies with the thread that started it.
-            store = stack.enter_context(EmbeddedStore(environment=process_environment(marker)))
+            store = stack.enter_context(EmbeddedStore(environment=process_environment(marker), is_kept=True))
         redis_url = store.url if store is not None else settings.redis_url
         say("starting Ray" if not settings.ray_address else f"joining Ray at {settings.ray_address}")
         cluster.connect_ray(
@@ -117,7 +117,7 @@ async def start_workers(
     """Start workers and wait until each has told that it serves; `stack` ends them. There must be room for all of
     `settings.workers`, of which these are some or all.
     """
-    resources = WorkerResources(num_cpus=1, num_gpus=_num_gpus(settings))
+    resources = _resources(settings)
     if not settings.ray_address:
         # A cluster of somebody else may grow on demand; one of ours will not.
         cluster.check_resources(settings.workers, resources)
@@ -254,6 +254,15 @@ def own_ray_token() -> str:
 def actor_name(worker: WorkerId) -> str:
     """The name that Ray knows a worker by."""
     return f"kvroute:{worker}"
+
+
+def has_room(settings: Settings) -> bool:
+    """Whether the Ray that this process is in can take one more such worker now."""
+    return cluster.has_room(_resources(settings))
+
+
+def _resources(settings: Settings) -> WorkerResources:
+    return WorkerResources(num_cpus=1, num_gpus=_num_gpus(settings))
 
 
 def _num_gpus(settings: Settings) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from router.runfile import Run
@@ -11,11 +14,22 @@ from router.tables import or_dash, table
 from shared.config import Settings
 from shared.directory import connect_directory, open_pin_board
 from shared.directory.base import Directory
-from shared.directory.pin_board import PinBoard, PinSpec, PinState, Revision, WantedPin, WorkerPins, check_name
+from shared.directory.pin_board import (
+    PinBoard,
+    PinReport,
+    PinSpec,
+    PinState,
+    Revision,
+    WantedPin,
+    WorkerPins,
+    check_name,
+)
 from shared.errors import ConfigError, DirectoryUnavailable
 from shared.types import CacheScheme, WorkerId, WorkerInfo
 
 Say = Callable[[str], None]
+
+_POLLS_PER_HEARTBEAT = 4
 
 
 @contextlib.asynccontextmanager
@@ -119,6 +133,58 @@ async def forget_pins(run: Run, settings: Settings, say: Say) -> None:
                     await board.remove(name, revision=pin.revision)
     except (ConfigError, DirectoryUnavailable) as error:
         say(f"pins stay in the store, at most for a day: {error}")
+
+
+async def hand_over(run: Run, settings: Settings, leaving: WorkerId, heir: WorkerId, say: Say) -> None:
+    """Have `heir` keep what is wanted of `leaving` by name, and wait until it keeps all that is wanted of it.
+
+    A pin that the heir has no room for is told, and so is one that it still computes after `start_timeout_s`.
+    """
+    try:
+        async with connected(run, settings) as (directory, board):
+            wanted = await board.look()
+            for name, pin in wanted.pins.items() if wanted is not None else ():
+                spec = await board.spec(name)
+                if spec is not None and leaving in spec.workers:
+                    workers = tuple(dict.fromkeys(heir if worker == leaving else worker for worker in spec.workers))
+                    renewed = replace(spec, workers=workers, revision=new_revision())
+                    # Whoever puts it anew meanwhile knows the heir already.
+                    await board.put(renewed, pin.expires_in_s, replacing=pin.revision)
+            await _wait_for_pins(directory, board, heir, settings, say)
+    except DirectoryUnavailable as error:
+        say(f"pins of worker {leaving} are not handed over: {error}")
+
+
+async def _wait_for_pins(directory: Directory, board: PinBoard, worker: WorkerId, settings: Settings, say: Say) -> None:
+    """Wait until a worker keeps or refuses every pin that is wanted of it."""
+    loop = asyncio.get_running_loop()
+    give_up_at_s = loop.time() + settings.start_timeout_s
+    specs: dict[Revision, PinSpec | None] = {}
+    while True:
+        live = {record.info.worker: record.info for record in await directory.workers()}
+        told = of_this_life(await board.reports([worker]), live).get(worker)
+        wanted = await board.look()
+        name_to_report: dict[str, PinReport | None] = {}
+        for name, pin in wanted.pins.items() if wanted is not None else ():
+            if pin.revision not in specs:
+                specs[pin.revision] = await board.spec(name)
+            spec = specs[pin.revision]
+            if spec is not None and spec.is_for(worker):
+                name_to_report[name] = told.of(name, pin.revision) if told is not None else None
+        warming = [name for name, report in name_to_report.items() if not report or report.state is PinState.WARMING]
+        if not warming or worker not in live or loop.time() >= give_up_at_s:
+            break
+        await asyncio.sleep(settings.heartbeat_s / _POLLS_PER_HEARTBEAT)
+    for name, report in name_to_report.items():
+        if report is not None and report.state is PinState.REFUSED:
+            say(f"worker {worker} does not keep pin {name}: {report.message}")
+        elif name in warming:
+            say(f"worker {worker} does not keep pin {name} yet, and goes on with it")
+
+
+def new_revision() -> Revision:
+    """One that nobody has used."""
+    return Revision(secrets.token_hex(16))
 
 
 def _pin(

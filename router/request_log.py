@@ -29,6 +29,15 @@ _BEGIN = b'{"timestamp_s":'
 _CHUNK_BYTES = 1 << 16
 
 
+def log_of_process(path: Path, number: int) -> Path:
+    """The file of one of several processes that serve together: `log.jsonl`, and beside it `log.1.jsonl` and so on.
+
+    Each has one of its own, since a file has one writer. Put one after the other they are one log again: whoever
+    replays it goes by the times.
+    """
+    return path if number == 0 else path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
 class RequestLog:
     """Owns one file, locked and appended to. Use as `async with`.
 

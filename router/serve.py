@@ -25,6 +25,7 @@ from router.http_call import App, Limits
 from router.http_files import FilesApi
 from router.http_server import is_loopback, listen, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
+from router.request_log import log_of_process
 from router.serve_dashboard import dashboard_of
 from router.serving import Say, Serving, url_of
 from router.siblings import Siblings, all_metrics, listen_for_siblings
@@ -73,6 +74,8 @@ def _order(serving: Serving, port: int, folder: Path, number: int, num_routers: 
     settings = serving.settings.model_dump(mode="json", exclude_unset=True)
     for name in {"api_key", "attach_api_key"} & settings.keys():
         settings[name] = getattr(serving.settings, name).get_secret_value()
+    if serving.settings.request_log is not None:
+        settings["request_log"] = str(log_of_process(serving.settings.request_log, number))
     return {
         "settings": settings,
         # A process finds attached servers by itself.

@@ -14,6 +14,7 @@ from router.pins import connected, of_this_life
 from router.tables import or_dash
 from shared.config import Settings
 from shared.directory.base import WorkerRecord
+from shared.directory.embedded import restarts
 from shared.directory.pin_board import WorkerPins
 from shared.errors import KvrouteError
 from shared.transport.client import connect_worker
@@ -33,6 +34,8 @@ async def deployment_state(run: runfile.Run, settings: Settings) -> dict[str, An
         "store": "ok",
         "workers": [],
     }
+    if run.redis_url and not run.settings.get("redis_url"):
+        state["store_restarts"] = restarts(run.redis_url)
     records: dict[str, WorkerRecord] = {}
     pins: dict[WorkerId, WorkerPins] = {}
     try:
@@ -103,6 +106,7 @@ def _worker_state(
 def status_text(state: Mapping[str, Any]) -> str:
     """The state of a deployment as a table."""
     lines = [f"model {state['model']}, KV blocks of {state['block_size']} tokens, store {state['store']}"]
+    lines += [f"! {told}" for told in state.get("store_restarts", ())]
     lines.append(
         f"{'worker':<12} {'state':<12} {'running':>7} {'waiting':>7} {'KV blocks':>12} {'cached':>7} "
         f"{'pinned':>9}  engine"

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from router import fields
-from router.pins import Say, connected, live_infos, of_this_life
+from router.pins import Say, connected, live_infos, new_revision, of_this_life
 from router.prompts import Prompt, prompt_tokens, read_prompt
 from router.runfile import Run
 from router.tokenizer import Tokenizer
@@ -26,7 +25,6 @@ from shared.directory.pin_board import (
     PinReport,
     PinSpec,
     PinState,
-    Revision,
     check_name,
 )
 from shared.errors import ConfigError, DirectoryUnavailable, NoWorker, UnknownPin
@@ -112,7 +110,7 @@ async def warm_up(
         spec = PinSpec(
             order.name,
             pack_tokens(token_ids),
-            _new_revision(),
+            new_revision(),
             salt=order.salt,
             workers=await _choose(board, live, order),
         )
@@ -270,14 +268,14 @@ async def _take_back(
     everybody = spec.workers or [record.info.worker for record in await directory.workers()]
     others = tuple(worker for worker in everybody if worker not in refused)
     if others:
-        renewed = replace(spec, workers=others, revision=_new_revision())
+        renewed = replace(spec, workers=others, revision=new_revision())
         is_so = await board.put(renewed, await _left_s(board, spec), replacing=spec.revision)
         outcome = f"stays on {', '.join(others)} alone"
     elif former is None or (former.left_s is not None and former.left_s <= 0):
         is_so = await board.remove(spec.name, revision=spec.revision)
         outcome = "is taken back"
     else:
-        renewed = replace(former.spec, revision=_new_revision())
+        renewed = replace(former.spec, revision=new_revision())
         is_so = await board.put(renewed, former.left_s, replacing=spec.revision)
         outcome = "stays as it was"
     say(f"pin {spec.name} {outcome if is_so else 'was put anew or given up meanwhile'}")
@@ -291,10 +289,6 @@ async def _left_s(board: PinBoard, spec: PinSpec) -> float | None:
 
 def _pinned_text(report: PinReport, spec: PinSpec) -> str:
     return f"pinned {report.num_blocks} blocks ({report.num_tokens} of {spec.num_tokens} tokens)"
-
-
-def _new_revision() -> Revision:
-    return Revision(secrets.token_hex(16))
 
 
 def _parse_ttl(flag: str, text: str | None) -> float | None:

@@ -1,6 +1,12 @@
 """What routers and workers say to each other.
 
 A message is `[kind, field, field, ...]` in msgpack. Nothing past this module sees bytes of a stranger.
+
+Routers and workers of one `PROTOCOL_VERSION` understand each other, whichever is older. So what is added within a
+version is a trailing field, whose default is what a peer that does not know it goes by. All else takes another version:
+a field that a peer must know, a field that changes or goes, another value of an enumeration, and another kind, but for
+one that is only sent to who has asked for it. Of all versions are `Challenge`, `Refused` and the first field of
+`Hello`, so that a peer of another version can be told.
 """
 
 from __future__ import annotations
@@ -194,6 +200,16 @@ _KIND_OF = {message_type: kind for kind, message_type in enumerate(_KINDS)}
 def encode(message: object) -> bytes:
     """The wire form of any message of this module."""
     return pack((_KIND_OF[type(message)], *fields_of(message)))
+
+
+def protocol_of(raw: bytes) -> int | None:
+    """The version of a hello, whatever else may have become of it there; `None` if this is none. Never raises."""
+    try:
+        body = unpack(raw)
+    except ProtocolError:
+        return None
+    is_hello = isinstance(body, list) and len(body) > 1 and body[0] == _KIND_OF[Hello]
+    return body[1] if is_hello and type(body[1]) is int else None
 
 
 def decode(raw: bytes) -> Any:

@@ -1,7 +1,8 @@
 """Dataclasses as positional msgpack arrays.
 
-Decoding checks every type and every limit. Trailing fields that have a default may be missing, so that a message can
-grow.
+Decoding checks every type and every limit. A message can grow at its end, so that peers of neighbouring versions
+understand each other: a trailing field that has a default may be missing, and what comes behind the last field that is
+known here is left out.
 """
 
 from __future__ import annotations
@@ -147,9 +148,9 @@ def _getter_of(record_type: Any) -> Callable[[Any], tuple[Any, ...]]:
 def from_fields(record_type: type[Any], values: list[Any]) -> Any:
     """A dataclass with these raw values, checked and converted. Modifies `values`. Raises `ProtocolError`."""
     decoders, num_required = _decoders_of(record_type)  # type: ignore[arg-type]  # mypy: `type[Any]` has no hash
-    num_given = len(values)
-    if not num_required <= num_given <= len(decoders):
-        raise ProtocolError(f"{record_type.__name__}: {num_given} fields, not {num_required} to {len(decoders)}")
+    if len(values) < num_required:
+        raise ProtocolError(f"{record_type.__name__}: {len(values)} fields, and at least {num_required} are needed")
+    del values[len(decoders) :]
     for index in _to_convert(record_type, *map(type, values)):  # type: ignore[arg-type]  # as above
         name, _, decode_field = decoders[index]
         try:
@@ -235,9 +236,9 @@ def _records(record_type: type[Any], rows: list[Any]) -> tuple[Any, ...]:
     """Dataclasses of one type, checked field by field over all of them: a step's deltas cost one look at each field."""
     decoders, num_required = _decoders_of(record_type)  # type: ignore[arg-type]  # mypy: `type[Any]` has no hash
     sizes = set(map(len, rows)) if set(map(type, rows)) == {list} else set()
-    if len(sizes) != 1 or not num_required <= min(sizes) <= len(decoders):
+    if len(sizes) != 1 or min(sizes) < num_required:
         return tuple([from_fields(record_type, _expect(row, list)) for row in rows])
-    columns: list[Any] = list(zip(*rows, strict=True))
+    columns: list[Any] = list(zip(*rows, strict=True))[: len(decoders)]
     for index, (name, plain_types, decode_field) in enumerate(decoders[: len(columns)]):
         if not plain_types.issuperset(map(type, columns[index])):
             try:

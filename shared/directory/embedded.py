@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,8 @@ _ANSWER_TIMEOUT_S = 2.0
 _FOLDER_PREFIX = "kvroute-store-"
 _SOCKET_NAME = "store.sock"
 _LOG_NAME = "store.log"
+_KEEPER_LOG_NAME = "keeper.log"
+_KEEPER = Path(__file__).with_name("store_keeper.py")
 
 # Becomes the server after asking the kernel to kill it with the thread that started it. A process of its own asks,
 # since code between fork and exec of a threaded process may deadlock. The parent may die before the kernel is asked:
@@ -61,7 +64,9 @@ class EmbeddedStore:
 
     On Linux the server dies with the *thread* that calls `start`, so that must be one that lives as long as the store
     is wanted, as the main thread does. With `is_detached` it has a session of its own and outlives its parent, which
-    must note `pid` and `url`; `stop_detached` ends it from anywhere. `environment` is the server's; default: ours.
+    must note `url`; `stop_detached` ends it from anywhere. With `is_kept` a process between us and the server starts
+    that again, empty and at the same address, when it crashes or is killed, and tells so on our standard error; of a
+    detached one `restarts` tells. `environment` is the server's; default: ours.
     """
 
     def __init__(
@@ -69,9 +74,11 @@ class EmbeddedStore:
         *,
         environment: Mapping[str, str] | None = None,
         is_detached: bool = False,
+        is_kept: bool = False,
         start_timeout_s: float = 10.0,
     ) -> None:
         self._environment = environment
+        self._is_kept = is_kept
         self._is_detached = is_detached
         self._start_timeout_s = start_timeout_s
         self._folder: Path | None = None
@@ -86,7 +93,7 @@ class EmbeddedStore:
 
     @property
     def pid(self) -> int | None:
-        """The server's process; `None` when none runs."""
+        """The server's process, or its keeper's; `None` when none runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
@@ -116,6 +123,8 @@ class EmbeddedStore:
         process, self._process = self._process, None
         if process is not None:
             # There is nothing to save, and a frozen server hears nothing gentler.
+            if self._is_kept and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.wait()
         folder, self._folder = self._folder, None
@@ -136,24 +145,44 @@ class EmbeddedStore:
         command += ["--save", "", "--appendonly", "no", "--dir", str(folder), "--databases", "1"]
         # A server that writes its state into its title wipes out the environment that others see, and find it by.
         command += ["--daemonize", "no", "--loglevel", "warning", "--set-proc-title", "no"]
-        if not self._is_detached and sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", "-c", _BECOME_BOUND, str(os.getpid()), *command]
-        with (folder / _LOG_NAME).open("wb") as log:
+        python = [sys.executable, "-I", "-S"]
+        if self._is_kept:
+            parent = 0 if self._is_detached else os.getpid()
+            command = [*python, str(_KEEPER), str(parent), str(folder / _LOG_NAME), *command]
+        elif not self._is_detached and sys.platform == "linux":
+            command = [*python, "-c", _BECOME_BOUND, str(os.getpid()), *command]
+        log_name = _KEEPER_LOG_NAME if self._is_kept else _LOG_NAME
+        with (folder / log_name).open("wb") as log, (folder / _LOG_NAME).open("wb"):
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=None if self._is_kept and not self._is_detached else log,
                 env=self._environment,
-                start_new_session=self._is_detached,
+                # Keeper and server end together, and not by a Ctrl-C that is for us.
+                start_new_session=self._is_detached or self._is_kept,
             )
+
+
+def restarts(url: str) -> list[str]:
+    """What the keeper of the detached store at `url` has told: a line for each death of the server."""
+    log_path = _socket_of(url).with_name(_KEEPER_LOG_NAME)
+    try:
+        return log_path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _socket_of(url: str) -> Path:
+    socket_path = Path(url.removeprefix("unix://"))
+    if socket_path.name != _SOCKET_NAME or not socket_path.parent.name.startswith(_FOLDER_PREFIX):
+        raise ValueError("not the URL of an embedded store")
+    return socket_path
 
 
 def stop_detached(url: str) -> None:
     """Tell the detached store at `url` to end, and remove its folder. No error if it is gone."""
-    socket_path = Path(url.removeprefix("unix://"))
-    if socket_path.name != _SOCKET_NAME or not socket_path.parent.name.startswith(_FOLDER_PREFIX):
-        raise ValueError("not the URL of an embedded store")
+    socket_path = _socket_of(url)
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         connection.connect(str(socket_path))

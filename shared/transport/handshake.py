@@ -15,6 +15,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TypeVar
 
+from shared import __version__
 from shared.errors import AuthenticationFailed, ProtocolError, WorkerLost
 from shared.messages import (
     PROTOCOL_VERSION,
@@ -24,6 +25,7 @@ from shared.messages import (
     Welcome,
     decode,
     encode,
+    protocol_of,
 )
 from shared.transport.base import Channel
 from shared.types import Instance, RouterId, WorkerId
@@ -50,11 +52,16 @@ async def receive_hello(channel: Channel, secret: bytes) -> Greeting:
     """
     challenge = Challenge(secrets.token_bytes(_NONCE_BYTES))
     await channel.send(encode(challenge))
-    hello = decode(await channel.receive())
+    raw = await channel.receive()
+    protocol = protocol_of(raw)
+    if protocol not in (None, PROTOCOL_VERSION):
+        raise ProtocolError(
+            f"the router speaks protocol {protocol}, this worker (kvroute {__version__}) protocol {PROTOCOL_VERSION}; "
+            "bring the older one to the newer one's version"
+        )
+    hello = decode(raw)
     if not isinstance(hello, Hello):
         raise ProtocolError("the first message is no hello")
-    if hello.protocol != PROTOCOL_VERSION:
-        raise ProtocolError(f"the router speaks protocol {hello.protocol}, this worker {PROTOCOL_VERSION}")
     if len(hello.session) != SESSION_BYTES or len(hello.nonce) != _NONCE_BYTES or not 0 <= hello.last_frame < 1 << 63:
         raise ProtocolError("hello: a field is out of range")
     if not hmac.compare_digest(hello.proof, _router_proof(secret, challenge, hello)):

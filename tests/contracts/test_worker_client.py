@@ -13,11 +13,13 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
 
+import msgpack
 import pytest
 
 from shared.errors import AuthenticationFailed, ContextTooLong, EngineError, InvalidRequest, Overloaded, WorkerLost
 from shared.hashing import pack_tokens
 from shared.messages import PROTOCOL_VERSION, Ack, Delta, Hello, Submit, decode, encode
+from shared.transport import handshake
 from shared.transport.base import Channel, Timings
 from shared.transport.client import ChannelClient
 from shared.transport.handshake import greet_worker
@@ -563,6 +565,37 @@ async def test_strangers_close_only_their_own_connection(rig: Rig) -> None:
             await _stranger(rig, raw)
     assert rig.host.counts.num_rejected == len(strangers)
     assert tokens_of(await collect(submit(client, "a", PROMPT, 10))) == fake_tokens(PROMPT, 10)
+
+
+async def test_router_and_worker_of_other_protocols_are_told_both(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, connect = rig.client()
+    connect.wrap = _OfAnotherVersion
+    with pytest.raises(WorkerLost, match=r"the router speaks protocol 2, this worker \(kvroute .*\) protocol 1"):
+        await client.connect()
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 2)
+    client, connect = rig.client()
+    connect.wrap = functools.partial(_OfAnotherVersion, protocol=1)
+    with pytest.raises(WorkerLost, match=r"the router speaks protocol 1, this worker \(kvroute .*\) protocol 2"):
+        await client.connect()
+    assert (rig.host.counts.num_rejected, rig.host.num_sessions) == (2, 0)
+
+
+class _OfAnotherVersion:
+    """A channel that a router of another protocol says hello through, in words of its own."""
+
+    def __init__(self, channel: Channel, protocol: int = 2) -> None:
+        self._channel = channel
+        self._protocol = protocol
+        self.receive_limit_bytes = channel.receive_limit_bytes
+
+    async def send(self, raw: bytes) -> None:
+        await self._channel.send(msgpack.packb([1, self._protocol, {"all else": "is different"}]))
+
+    async def receive(self) -> bytes:
+        return await self._channel.receive()
+
+    def close(self) -> None:
+        self._channel.close()
 
 
 async def test_what_a_proved_peer_must_not_send_closes_only_its_connection(rig: Rig) -> None:

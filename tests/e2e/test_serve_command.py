@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from router.traces import read_trace
 from tests.support.commands import assert_no_process_left, start_command, tagged_environment, tagged_processes
 
 pytestmark = [pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
@@ -82,7 +83,7 @@ def test_server_answers_and_ends_after_what_it_has_under_way(tmp_path: Path, tag
 
 
 def test_several_processes_share_the_port_and_a_killed_one_comes_back(tmp_path: Path, tag: str) -> None:
-    process, port, _ = start(tag, tmp_path, "--routers", "2")
+    process, port, _ = start(tag, tmp_path, "--routers", "2", "--request-log", str(tmp_path / "log.jsonl"))
 
     def routers_with_requests() -> set[str]:
         text = ask(port, "/metrics")[1].decode()
@@ -105,6 +106,10 @@ def test_several_processes_share_the_port_and_a_killed_one_comes_back(tmp_path: 
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=240.0)
     assert process.returncode == 130
+    logs = [(tmp_path / name).read_bytes() for name in ("log.jsonl", "log.1.jsonl")]
+    assert all(logs)
+    (tmp_path / "both.jsonl").write_bytes(b"".join(logs))
+    assert len(list(read_trace(tmp_path / "both.jsonl"))) == b"".join(logs).count(b"\n")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -11,9 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from shared.directory import embedded
+from shared.directory import embedded, store_keeper
 from shared.directory.embedded import EmbeddedStore, find_server, stop_detached
 from shared.errors import ConfigError
 
@@ -87,7 +89,7 @@ def test_dead_server_is_started_again_at_the_same_address() -> None:
 _STARTS_ONE = """
 import sys, os
 from shared.directory.embedded import EmbeddedStore
-store = EmbeddedStore(is_detached=sys.argv[1] == "detached")
+store = EmbeddedStore(is_detached="detached" in sys.argv[1], is_kept="kept" in sys.argv[1])
 store.start()
 sys.stdout.write(f"{store.pid} {store.url}\\n")
 sys.stdout.flush()
@@ -149,6 +151,114 @@ def test_long_temporary_folder_is_left_for_a_short_one(monkeypatch: pytest.Monke
     with EmbeddedStore() as store:
         assert ask(store.url, b"PING") == b"+PONG\r\n"
     assert list(deep.iterdir()) == []
+
+
+def server_of(keeper_pid: int | None) -> psutil.Process:
+    """The server that a keeper runs now."""
+    deadline_s = time.monotonic() + 60
+    while True:
+        for child in psutil.Process(keeper_pid).children():
+            if "store.sock" in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                return child
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def wait_answers(url: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(OSError):
+            if ask(url, b"PING") == b"+PONG\r\n":
+                return
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_kept_server_that_is_killed_is_there_again_at_its_address_and_that_is_told(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with EmbeddedStore(is_kept=True) as store:
+        for number in (1, 2):
+            former = server_of(store.pid)
+            assert ask(store.url, b"SET number 1") == b"+OK\r\n"
+            former.kill()
+            wait_gone(former.pid)
+            wait_answers(store.url)
+            assert ask(store.url, b"GET number") == b"$-1\r\n"
+            told = capfd.readouterr().err
+            assert "kvroute: the store's server has died by signal 9 and is started again, empty" in told
+            assert f"({number} of at most 5 times within 10 minutes)" in told
+        keeper, server = store.pid, server_of(store.pid)
+    assert keeper is not None
+    wait_gone(keeper)
+    wait_gone(server.pid)
+
+
+@pytest.mark.parametrize("kind", ["kept", "detached and kept"])
+def test_kept_store_ends_as_any_other(kind: str) -> None:
+    keeper, url = start_in_a_process_that_dies(kind)
+    if kind == "kept":
+        wait_gone(keeper)
+    else:
+        server = server_of(keeper)
+        server.kill()
+        wait_gone(server.pid)
+        wait_answers(url)
+        (line,) = embedded.restarts(url)
+        assert "has died by signal 9 and is started again" in line
+    stop_detached(url)
+    wait_gone(keeper)
+    assert not Path(url.removeprefix("unix://")).parent.exists()
+    assert embedded.restarts(url) == []
+
+
+def test_keeper_that_is_told_to_end_ends_its_server() -> None:
+    keeper, url = start_in_a_process_that_dies("detached and kept")
+    server = server_of(keeper)
+    os.kill(keeper, signal.SIGTERM)
+    wait_gone(keeper)
+    wait_gone(server.pid)
+    stop_detached(url)
+
+
+def test_server_that_dies_again_and_again_is_left_dead(tmp_path: Path) -> None:
+    told: list[str] = []
+    pauses_s: list[float] = []
+    times_s = iter(range(100))
+    command = ["/bin/sh", "-c", "kill -9 $$"]
+    code = store_keeper.keep(
+        command, tmp_path / "log", tell=told.append, is_bound=False, clock=lambda: next(times_s), pause=pauses_s.append
+    )
+    assert (code, pauses_s, len(told)) == (1, [0.0, 1.0, 2.0, 4.0, 8.0], 6)
+    assert told[-1] == (
+        "the store's server has died by signal 9, and is not started again: it was 5 times within 10 minutes"
+    )
+
+
+def test_deaths_long_ago_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "left").write_text("x" * 20)
+    # Dies as long as there is something left, and then ends by itself.
+    script = "cd $0 && [ -s left ] || exit 3; truncate -s -1 left; kill -9 $$"
+    told: list[str] = []
+    times_s = iter(range(0, 10_000, 200))
+    code = store_keeper.keep(
+        ["/bin/sh", "-c", script, str(tmp_path)],
+        tmp_path / "log",
+        tell=told.append,
+        is_bound=False,
+        clock=lambda: next(times_s),
+        pause=lambda pause_s: None,
+    )
+    assert (code, len(told)) == (3, 20)
+
+
+def test_kept_server_that_does_not_come_up_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "valkey-server"
+    broken.write_text("#!/bin/sh\necho out of luck\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(embedded, "find_server", lambda: broken)
+    with pytest.raises(ConfigError, match="did not come up: out of luck"):
+        EmbeddedStore(is_kept=True).start()
 
 
 def test_server_is_found_by_the_environment_that_it_was_given() -> None:

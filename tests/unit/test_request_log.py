@@ -82,6 +82,19 @@ def test_log_can_be_replayed(tmp_path: Path) -> None:
     assert [outcome.cached_tokens for outcome in result.outcomes] == [0] + [32] * 19
 
 
+@pytest.mark.parametrize(
+    ("path", "number", "name"),
+    [
+        ("x/log.jsonl", 0, "x/log.jsonl"),
+        ("x/log.jsonl", 1, "x/log.1.jsonl"),
+        ("x/a.log.jsonl", 12, "x/a.log.12.jsonl"),
+        ("log", 2, "log.2"),
+    ],
+)
+def test_each_of_several_processes_has_a_log_of_its_own(path: str, number: int, name: str) -> None:
+    assert request_log.log_of_process(Path(path), number) == Path(name)
+
+
 async def test_times_are_those_of_arrival_and_lines_are_read_in_their_order(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     async with opened(path) as log:

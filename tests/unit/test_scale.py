@@ -69,7 +69,7 @@ class Stage:
         monkeypatch.setattr(cluster, "kill_actor", lambda actor: self.actors.pop(actor.worker))
         monkeypatch.setattr(cluster, "call", self._call)
         monkeypatch.setattr(launch, "start_workers", self._start_workers)
-        monkeypatch.setattr(deployment, "_serving", self._who_serves)
+        monkeypatch.setattr(deployment, "serving", self._who_serves)
 
     async def scale(self, num_workers: int) -> tuple[str, ...]:
         run = await deployment.scale(self.run_dir, num_workers, Settings(), self.said.append)

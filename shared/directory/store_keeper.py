@@ -1,0 +1,99 @@
+"""Runs the server of an embedded store, and starts it again when it crashes or is killed. A program of its own.
+
+`embedded` starts it, as `store_keeper.py PARENT LOG SERVER ARGUMENT...`. It needs nothing but the standard library, so
+that it is there within milliseconds and takes little memory. What it has to tell goes to its standard error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+MAX_RESTARTS = 5
+"""Within `WINDOW_S`. A server that dies more often than that has a reason that another start does not mend."""
+WINDOW_S = 600.0
+_LONGEST_PAUSE_S = 8.0
+_PR_SET_PDEATHSIG = 1
+
+
+def keep(
+    command: Sequence[str],
+    log_path: Path,
+    *,
+    tell: Callable[[str], None],
+    is_bound: bool,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> int:
+    """Run a server until it ends by itself, or has died too often; its exit code.
+
+    One that ends by itself was told to, or cannot start: it says why in its log. `is_bound`: it dies with this process.
+    """
+    own_pid = os.getpid()
+    restarts_s: list[float] = []
+    while True:
+        with log_path.open("ab") as log:
+            server = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Nothing runs beside this, so that code between fork and exec is safe.
+                preexec_fn=(lambda: die_with(own_pid)) if is_bound else None,
+            )
+        try:
+            code = server.wait()
+        except BaseException:
+            server.kill()
+            server.wait()
+            raise
+        if code >= 0:
+            return code
+        now_s = clock()
+        restarts_s = [at_s for at_s in restarts_s if now_s - at_s < WINDOW_S]
+        how = f"the store's server has died by signal {-code}"
+        if len(restarts_s) >= MAX_RESTARTS:
+            tell(f"{how}, and is not started again: it was {MAX_RESTARTS} times within {WINDOW_S / 60:g} minutes")
+            return 1
+        # The first time at once, and then after pauses that grow.
+        pause(min(_LONGEST_PAUSE_S, 2.0 ** (len(restarts_s) - 1)) if restarts_s else 0.0)
+        restarts_s.append(now_s)
+        tell(
+            f"{how} and is started again, empty: workers fill it "
+            f"({len(restarts_s)} of at most {MAX_RESTARTS} times within {WINDOW_S / 60:g} minutes)"
+        )
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process with the thread that has started it; at once, if that is over."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def main() -> NoReturn:
+    parent, log_path, *command = sys.argv[1:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if int(parent):
+        die_with(int(parent))
+    sys.exit(keep(command, Path(log_path), tell=_tell, is_bound=bool(int(parent))))
+
+
+def _tell(line: str) -> None:
+    try:
+        sys.stderr.write(f"kvroute: {line}\n")
+        sys.stderr.flush()
+    except OSError:
+        pass  # nobody listens any more, and the store is needed all the same
+
+
+if __name__ == "__main__":
+    main()
