@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from router.answers import Answer, Generate, answers_to, usage_of
-from router.batch_file import Journal, Row, check_input, error_record, read_rows, result_record
+from router.batch_file import BatchInput, Row, check_input, read_rows
+from router.batch_journal import Journal, error_record, result_record
 from router.batch_report import BatchReport, Tally
 from router.keys import ANYBODY, Caller
 from router.known_keys import KnownKeys
@@ -50,6 +51,8 @@ class BatchLimits:
     backoff_s: float = 0.5
     """Wait after a row's first failed attempt; doubles with each further one."""
     max_backoff_s: float = 30.0
+    max_errors: int | None = None
+    """Failed rows of this run after which it stops; `None`: however many there are."""
 
 
 OnRow = Callable[[Row, str | None, RequestTrace], None]
@@ -60,10 +63,15 @@ OnRow = Callable[[Row, str | None, RequestTrace], None]
 class PreparedBatch:
     """A checked input and the locked output that belongs to it. Use as `with`, which gives the output free."""
 
-    input_path: Path
+    source: BatchInput
     served_model: str
     num_rows: int
+    """Rows that are to be answered, those included that are finished."""
     journal: Journal
+
+    def read_rows(self) -> Iterator[Row]:
+        """The rows, finished or not, in the input's order, one in memory at a time. Raises `ConfigError`."""
+        return read_rows(self.source)
 
     def __enter__(self) -> PreparedBatch:
         return self
@@ -72,17 +80,20 @@ class PreparedBatch:
         self.journal.close()
 
 
-def prepare_batch(input_path: Path, output_path: Path, *, served_model: str, resume: bool) -> PreparedBatch:
+def prepare_batch(
+    source: Path | BatchInput, output_path: Path, *, served_model: str, resume: bool, error_path: Path | None = None
+) -> PreparedBatch:
     """Check the input and open the output, so that nothing need be started for a batch that cannot run.
 
-    Reads the whole input; belongs into a thread.
+    Errors go to `error_path` where one is given. Reads the whole input; belongs into a thread.
 
     Raises:
         ConfigError: input or output cannot be used; says where and why. The output is then as it was.
     """
-    summary = check_input(input_path, served_model=served_model)
-    journal = Journal.open(output_path, summary, resume=resume)
-    return PreparedBatch(input_path, served_model, summary.num_rows, journal)
+    source = BatchInput.of(source)
+    summary = check_input(source, served_model=served_model)
+    journal = Journal.open(output_path, summary, resume=resume, error_path=error_path)
+    return PreparedBatch(source, served_model, summary.num_rows, journal)
 
 
 async def run_batch(
@@ -104,7 +115,8 @@ async def run_batch(
 
     A row's fault, or an error that outlasts its attempts, becomes the row's line and ends nothing. Cancelling the
     calling task stops the run: rows under way are cancelled, the output is closed, and the report says so; that uses
-    the cancellation up. `progress` asks for lines where the stream is no terminal, or, if false, for none at all.
+    the cancellation up. Too many failed rows stop it in the same way. `progress` asks for lines where the stream is no
+    terminal, or, if false, for none at all.
 
     Raises:
         OutputError: results cannot be written; the output is whole and can be resumed.
@@ -138,13 +150,15 @@ async def run_batch(
         num_rows=prepared.num_rows,
     )
     started_at_s = clock()
-    is_interrupted = False
+    is_interrupted = is_stopped_by_errors = False
     try:
-        await run.take_all(read_rows(prepared.input_path))
+        await run.take_all(prepared.read_rows())
     except asyncio.CancelledError:
         is_interrupted = True
         if (task := asyncio.current_task()) is not None:
             task.uncancel()
+    except _TooManyErrors:
+        is_stopped_by_errors = True
     finally:
         run.progress.close()
         await asyncio.to_thread(prepared.journal.close)
@@ -153,7 +167,12 @@ async def run_batch(
         num_skipped=num_skipped,
         wall_s=clock() - started_at_s,
         is_interrupted=is_interrupted,
+        is_stopped_by_errors=is_stopped_by_errors,
     )
+
+
+class _TooManyErrors(Exception):
+    """As many rows have failed as may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +236,7 @@ class _Run:
             await asyncio.to_thread(self.journal.sync)
 
     async def _run_row(self, row: Row) -> None:
-        record_id = f"batch_req_{self.name}_{row.line}"
+        record_id = self.journal.record_id(row)
         result: _Result | None = None
         try:
             result = await self._compute(row)
@@ -239,6 +258,8 @@ class _Run:
         if self.on_row is not None:
             text, trace = (None, RequestTrace()) if result is None else (result.text, result.answer.trace)
             self.on_row(row, text, trace)
+        if result is None and self.limits.max_errors is not None and self.tally.num_failed >= self.limits.max_errors:
+            raise _TooManyErrors
 
     async def _compute(self, row: Row) -> _Result:
         """Compute a row. Raises what is wrong with the row or the fleet."""
@@ -249,7 +270,7 @@ class _Run:
         (answer,) = await answers_to(
             parsed,
             self.tokenizer,
-            name=f"batch-{self.name}-{row.line}",
+            name=f"batch-{self.name}-{row.key}",
             max_model_len_tokens=self.max_model_len_tokens,
             salt=self.caller.salted(parsed.cache_salt),
             tenant=self.caller.tenant,
@@ -260,7 +281,7 @@ class _Run:
         prefix = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
         body = completion_body(
             endpoint,
-            response_id=f"{prefix}-{self.name}-{row.line}",
+            response_id=f"{prefix}-{self.name}-{row.key}",
             model=parsed.model,
             created=int(time.time()),
             answers=[(text, finish)],
@@ -315,9 +336,9 @@ class _Run:
     def _log_internal_error(self, row: Row, error: Exception) -> None:
         """Loud with its traceback once; further ones of a run are likely the same."""
         if self._has_logged_traceback:
-            logger.error("line %d: internal error: %r", row.line, error)
+            logger.error("%s: internal error: %r", row.place, error)
         else:
-            logger.error("line %d: internal error", row.line, exc_info=error)
+            logger.error("%s: internal error", row.place, exc_info=error)
             self._has_logged_traceback = True
 
 

@@ -37,6 +37,8 @@ class BatchReport:
     bound_ttft_p90_s: float | None
     num_requests_by_worker: Mapping[WorkerId, int]
     is_interrupted: bool
+    is_stopped_by_errors: bool = False
+    """As many rows have failed as may."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -50,7 +52,7 @@ class Tally:
     def __init__(self, block_size_tokens: int) -> None:
         self._block_size_tokens = block_size_tokens
         self._num_ok = 0
-        self._num_failed = 0
+        self.num_failed = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self._cached_tokens = 0
@@ -75,14 +77,22 @@ class Tally:
 
     def failed(self) -> None:
         """Count one row that ended in an error."""
-        self._num_failed += 1
+        self.num_failed += 1
 
-    def report(self, *, num_rows: int, num_skipped: int, wall_s: float, is_interrupted: bool) -> BatchReport:
+    def report(
+        self,
+        *,
+        num_rows: int,
+        num_skipped: int,
+        wall_s: float,
+        is_interrupted: bool = False,
+        is_stopped_by_errors: bool = False,
+    ) -> BatchReport:
         """The sums so far. Does not modify anything."""
         return BatchReport(
             num_rows=num_rows,
             num_ok=self._num_ok,
-            num_failed=self._num_failed,
+            num_failed=self.num_failed,
             num_skipped=num_skipped,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
@@ -95,6 +105,7 @@ class Tally:
             bound_ttft_p90_s=quantile(self._bound_ttft_s, 0.9),
             num_requests_by_worker=dict(self._num_requests_by_worker),
             is_interrupted=is_interrupted,
+            is_stopped_by_errors=is_stopped_by_errors,
         )
 
 

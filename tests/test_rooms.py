@@ -117,6 +117,7 @@ OWN_ARGUMENTS = {
 """Arguments of single commands. Every other flag is a setting."""
 
 IMPORT_NAME = {
+    "backports-zstd": "backports",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
     "opentelemetry-sdk": "opentelemetry",
     "pyyaml": "yaml",
