@@ -11,8 +11,9 @@ import itertools
 import logging
 import random
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -27,11 +28,22 @@ from router.openai import Endpoint, Usage, completion_body, parse_request
 from router.progress import Progress
 from router.requests import RequestTrace, ServiceClass
 from router.tokenizer import Tokenizer
+from shared.config import Settings
 from shared.errors import AttemptsExhausted, EngineError, KvrouteError, NoWorker, QueueFull, TransientError
 from shared.hashing import num_usable_blocks
 from shared.types import CacheScheme, FinishReason, RequestId
 
-__all__ = ["BatchLimits", "BatchReport", "Generate", "OnRow", "PreparedBatch", "Row", "prepare_batch", "run_batch"]
+__all__ = [
+    "BatchLimits",
+    "BatchReport",
+    "Generate",
+    "OnRow",
+    "PreparedBatch",
+    "Row",
+    "prepare_batch",
+    "run_batch",
+    "run_prepared",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +69,10 @@ class BatchLimits:
 
 OnRow = Callable[[Row, str | None, RequestTrace], None]
 """Called after a row's line is written, with text and trace of its answer: `None` and an empty one if it failed."""
+
+
+Inputs = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
+"""Files by name or pattern, or rows as they stand on the lines of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +113,42 @@ def prepare_batch(
 
 
 async def run_batch(
+    inputs: Inputs,
+    output: str | Path,
+    settings: Settings,
+    *,
+    resume: bool = False,
+    error_file: str | Path | None = None,
+    max_errors: int | None = None,
+    shard: str | None = None,
+    on_row: OnRow | None = None,
+    progress: bool | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> BatchReport:
+    """Answer a batch from Python as `kvroute batch` does, and by its rules: one line of output for each row.
+
+        report = await run_batch("in/*.jsonl.zst", "out.jsonl", Settings(model="smollm2", workers=2), resume=True)
+
+    It uses the attached servers of `settings`, or the workers of `kvroute up`, or starts its own and ends them. Rows
+    that are handed in are read once, and kept in a temporary file for as long as this runs; the same rows again are the
+    same input to `resume`. Cancelling ends it early with a report. `say` is told what is going on.
+
+    Raises:
+        ConfigError: settings, input or output cannot be used; the output is then as it was.
+        OutputError, NoWorker: as `run_prepared` does.
+    """
+    # Brings Ray along, which a router over servers of somebody else does without.
+    from router import batch_job, runfile
+
+    with tempfile.TemporaryDirectory(prefix="kvroute-") as folder:
+        source = await asyncio.to_thread(batch_job.input_of, inputs, Path(folder), shard)
+        errors = None if error_file is None else Path(error_file)
+        job = batch_job.BatchJob(source, Path(output), errors, resume, max_errors)
+        run_dir = settings.run_dir or runfile.default_run_dir()
+        return await batch_job.run_job(job, settings, run_dir=run_dir, say=say, on_row=on_row, progress=progress)
+
+
+async def run_prepared(
     prepared: PreparedBatch,
     *,
     generate: Generate,

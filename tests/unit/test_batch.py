@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from router import batch_file
-from router.batch import BatchLimits, BatchReport, PreparedBatch, prepare_batch, run_batch
+from router.batch import BatchLimits, BatchReport, PreparedBatch, prepare_batch, run_prepared
 from router.batch_file import check_input
 from router.batch_journal import Journal
 from router.batch_report import PossibleHits, quantile
@@ -82,7 +82,7 @@ class Bench:
         service_class: ServiceClass = ServiceClass.INTERACTIVE,
     ) -> BatchReport:
         with self.prepare(rows, resume=resume) as prepared:
-            return await run_batch(
+            return await run_prepared(
                 prepared,
                 generate=generate,
                 tokenizer=self.tokenizer,
@@ -483,9 +483,7 @@ def test_progress_elsewhere_is_a_line_now_and_then_where_asked_for() -> None:
         now_s += PLAIN_INTERVAL_S * 0.6
         progress.tick()
     progress.close()
-    assert stream.getvalue() == (
-        "Running batch: 3/5 req, hit=50% tok/s=2 failed=0\nRunning batch: 3/5 req, hit=50% tok/s=2 failed=0\n"
-    )
+    assert stream.getvalue() == (2 * "Running batch: 3/5 req, 0.17 req/s, hit=50% tok/s=2 failed=0, 00:12 left\n")
 
 
 def test_progress_is_silent_on_a_terminal_where_asked_for() -> None:
