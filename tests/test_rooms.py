@@ -105,6 +105,7 @@ OWN_ARGUMENTS = {
     "spread",
     "strict",
     "system_prompt",
+    "tenant",
     "trace",
     "ttl_s",
     "url",
