@@ -147,10 +147,11 @@ async def answers_to(
 def usage_of(answers: Sequence[Answer], num_choices: int) -> Usage:
     """Token counts of all answers together; a prompt counts once, whatever the number of answers to it."""
     prompts = answers[::num_choices]
+    told = [answer.trace.cached_tokens for answer in prompts]
     return Usage(
         prompt_tokens=sum(answer.request.num_prompt_tokens for answer in prompts),
         completion_tokens=sum(answer.num_tokens for answer in answers),
-        cached_tokens=sum(answer.trace.cached_tokens for answer in prompts),
+        cached_tokens=None if None in told else sum(count for count in told if count is not None),
     )
 
 

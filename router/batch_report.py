@@ -95,7 +95,7 @@ class Tally:
         self._num_ok += 1
         self._prompt_tokens += usage.prompt_tokens
         self._completion_tokens += usage.completion_tokens
-        self._cached_tokens += usage.cached_tokens
+        self._cached_tokens += usage.cached_tokens or 0
         self._possible.add(keys, num_usable)
         if trace.worker is not None:
             self._num_requests_by_worker[trace.worker] += 1

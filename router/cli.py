@@ -240,6 +240,7 @@ def _add_looking_commands(commands: Any) -> None:
     explain.add_argument("--messages", type=Path, metavar="FILE", help="Messages of a chat, as a JSON array.")
     explain.add_argument("--file", type=Path, metavar="PROMPT", help="A plain prompt, as of a completion.")
     explain.add_argument("--cache-salt", metavar="SALT", help="Salt of the requests with this prompt.")
+    explain.add_argument("--tenant", metavar="NAME", help="Whose requests; default: those of the key that is shown.")
     for command in (top, explain):
         command.add_argument("--url", metavar="URL", help="Front to ask; default: that at --host and --port.")
         command.add_argument("--json", action="store_true", help="Print JSON lines.")

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ async def _explain(call: Invocation) -> int:
     from router.explain import explanation_text
     from router.top_command import run_explain
 
-    prompt = await asyncio.to_thread(read_prompt, call.own)
+    prompt = replace(await asyncio.to_thread(read_prompt, call.own), tenant=call.own["tenant"] or "")
     run = runfile.alive(call.run_dir)
     state = await run_explain(with_run(call.settings, run), run, call.own, prompt, call.say)
     call.show(json.dumps(state) if call.own["json"] else explanation_text(state))

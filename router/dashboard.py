@@ -1,7 +1,6 @@
 """The dashboard as routes: page, assets, and the picture of a router as JSON and as a stream of events.
 
-Knows nothing of what is in the picture, and of keys only whom to ask: the front that mounts the routes says who may
-look.
+Knows nothing of what is in the picture, nor of keys: the front that mounts the routes says who may look.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from router.http_call import CALLER
+from router.keys import ANYBODY, Caller
 from router.overview import Overview
 from shared.errors import KvrouteError, TransientError
 
-May = Callable[[Request], Awaitable[Response | None]]
-"""Whether a request may look: the answer that refuses it, or `None` for yes."""
-Explain = Callable[[bytes], Awaitable[Mapping[str, Any]]]
-"""What would be decided about the prompt in a JSON body. Raises `KvrouteError` that says what is wrong with it."""
+Explain = Callable[[bytes, Caller], Awaitable[Mapping[str, Any]]]
+"""What would be decided about the prompt in a caller's JSON body. Raises `KvrouteError` that says what is wrong with
+it."""
 Take = Callable[[bool], Awaitable[Overview]]
 """The picture as of now, with its history or without."""
 
@@ -59,22 +59,17 @@ _SECURITY = {
 }
 
 
-async def _everybody(_: Request) -> Response | None:
-    return None
-
-
 def dashboard_app(
     take: Take,
     explain: Explain | None = None,
     *,
-    may: May = _everybody,
     is_ending: Callable[[], bool] = lambda: False,
 ) -> Starlette:
     """One dashboard as an application, for everything under `/dashboard`.
 
     Whoever looks is let go within a second once `is_ending` says so, so that nobody waits for streams to end.
     """
-    dashboard = _Dashboard(take, explain, may, is_ending)
+    dashboard = _Dashboard(take, explain, is_ending)
     routes = [
         Route("/dashboard/", dashboard.redirect, methods=["GET"]),
         Route(PATH, dashboard.page, methods=["GET"]),
@@ -89,10 +84,9 @@ def dashboard_app(
 class _Dashboard:
     """Owns the picture that all viewers of one second share."""
 
-    def __init__(self, take: Take, explain: Explain | None, may: May, is_ending: Callable[[], bool]) -> None:
+    def __init__(self, take: Take, explain: Explain | None, is_ending: Callable[[], bool]) -> None:
         self._take = take
         self._explain = explain
-        self._may = may
         self._is_ending = is_ending
         self._static = resources.files("router") / "static"
         self._own_styles: bytes | None = None
@@ -105,8 +99,6 @@ class _Dashboard:
         return RedirectResponse(PATH, status_code=308)
 
     async def page(self, request: Request) -> Response:
-        if (refused := await self._may(request)) is not None:
-            return refused
         if self._own_styles is None:
             self._own_styles = await asyncio.to_thread(_own_styles)
         page = (self._static / "index.html").read_bytes().replace(_OWN_STYLE_MARK, self._own_styles)
@@ -114,8 +106,6 @@ class _Dashboard:
 
     async def asset(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if (refused := await self._may(request)) is not None:
-            return refused
         if name == _CHARTS:
             return FileResponse(
                 charts_path(),
@@ -127,23 +117,17 @@ class _Dashboard:
         return _cacheable((self._static / name).read_bytes(), _ASSETS[name], request)
 
     async def snapshot(self, request: Request) -> Response:
-        if (refused := await self._may(request)) is not None:
-            return refused
         overview = await self._take(True)
         return Response(_encoded(overview), media_type="application/json", headers=_uncached())
 
     async def events(self, request: Request) -> Response:
         """The whole picture at once, then a new one each second; its history is told in the first one only."""
-        if (refused := await self._may(request)) is not None:
-            return refused
         if self._num_viewers >= _MAX_VIEWERS or self._is_ending():
             return Response(status_code=503, headers={**_uncached(), "Retry-After": "5"})
         return StreamingResponse(self._stream(), media_type="text/event-stream", headers=_uncached())
 
     async def explain(self, request: Request) -> Response:
         """What would be decided about a prompt, which is not run."""
-        if (refused := await self._may(request)) is not None:
-            return refused
         if self._explain is None:
             return Response(status_code=404, headers=_SECURITY)
         body = bytearray()
@@ -152,11 +136,12 @@ class _Dashboard:
             if len(body) > _MAX_PROMPT_BYTES:
                 return _refusal(413, "request_too_large", f"the body is over the limit of {_MAX_PROMPT_BYTES} bytes")
         try:
-            return JSONResponse(dict(await self._explain(bytes(body))), headers=_uncached())
+            caller = request.scope.get(CALLER, ANYBODY)
+            return JSONResponse(dict(await self._explain(bytes(body), caller)), headers=_uncached())
         except TransientError as error:
             return _refusal(503, error.code, str(error))
         except KvrouteError as error:
-            return _refusal(400, error.code, str(error))
+            return _refusal(400, error.code, str(error), getattr(error, "param", None))
 
     async def _stream(self) -> AsyncIterator[bytes]:
         self._num_viewers += 1
@@ -178,9 +163,9 @@ class _Dashboard:
             return self._rendered
 
 
-def _refusal(status: int, code: str, message: str) -> Response:
+def _refusal(status: int, code: str, message: str, param: str | None = None) -> Response:
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    told = {"message": message, "type": kind, "param": None, "code": code}
+    told = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": told}, status, headers=_uncached())
 
 

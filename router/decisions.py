@@ -33,7 +33,9 @@ class Candidate:
 class Decision:
     """One decision as people see it."""
 
+    router: str
     number: int
+    """Counts the decisions of one router."""
     decided_at: float
     """Wall clock, in seconds of the epoch."""
     request: str
@@ -42,7 +44,9 @@ class Decision:
     num_prompt_tokens: int
     matched_tokens: int
     cached_tokens: int | None
-    """`None` before the first token."""
+    """`None` before the first token, and where the engine does not tell."""
+    is_cache_untold: bool
+    """Whether the engine has ended the answer without telling."""
     possible_tokens: int
     waited_s: float
     ttft_s: float | None
@@ -69,7 +73,8 @@ class _Entry:
 class DecisionLog:
     """Owns a bounded ring of rankings and of what became of them. Renders none of them before somebody looks."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, router: str, policy: str) -> None:
+        self._router = router
         self._policy = policy
         self._entries: deque[_Entry] = deque()
         self._num_costs = 0
@@ -105,9 +110,9 @@ class DecisionLog:
 
     def _render(self, entry: _Entry) -> Decision:
         trace, ranking = entry.trace, entry.ranking
-        is_begun = trace.first_token_at_s is not None
         candidates = candidates_of(ranking)
         return Decision(
+            router=self._router,
             number=entry.number,
             decided_at=entry.decided_at,
             request=entry.request,
@@ -115,7 +120,8 @@ class DecisionLog:
             worker=ranking.workers[ranking.best],
             num_prompt_tokens=entry.num_prompt_tokens,
             matched_tokens=int(ranking.matched_tokens[ranking.best]),
-            cached_tokens=trace.cached_tokens if is_begun else None,
+            cached_tokens=trace.cached_tokens if trace.first_token_at_s is not None else None,
+            is_cache_untold=trace.cached_tokens is None and trace.finished_at_s is not None,
             possible_tokens=trace.possible_tokens,
             waited_s=entry.waited_s,
             ttft_s=trace.first_token_at_s - trace.received_at_s if trace.first_token_at_s is not None else None,

@@ -75,7 +75,7 @@ def _write_input(input_path: Path) -> int:
 async def _run_policy(settings: Settings, input_path: Path, output_path: Path, say: Say) -> BatchReport:
     def tell(row: Row, text: str | None, trace: RequestTrace) -> None:
         words = " ".join((text or "(failed)").split())
-        say(f"  {row.custom_id:<16} {trace.worker}  cached {trace.cached_tokens:>4}  {words[:60]}")
+        say(f"  {row.custom_id:<16} {trace.worker}  cached {trace.cached_tokens or 0:>4}  {words[:60]}")
 
     with prepare_batch(input_path, output_path, served_model=settings.model_name, resume=False) as prepared:
         async with launch.launched(settings, say) as serving:

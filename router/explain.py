@@ -111,14 +111,15 @@ def read_body(raw: bytes) -> Prompt:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict) or not set(body) <= {"messages", "prompt", "cache_salt"}:
-        raise InvalidRequest("the body must be an object with messages or prompt, and cache_salt if there is one")
+    if not isinstance(body, dict) or not set(body) <= {"messages", "prompt", "cache_salt", "tenant"}:
+        raise InvalidRequest("the body must be an object with messages or prompt, and cache_salt or tenant if wanted")
     if ("messages" in body) == ("prompt" in body):
         raise InvalidRequest("messages, prompt: exactly one is needed")
     if not isinstance(body.get("prompt", ""), str):
         raise InvalidRequest("prompt: not a string", param="prompt")
     salt = fields.label(body.get("cache_salt") or "", "cache_salt")
-    return Prompt(body.get("prompt"), body.get("messages"), salt)
+    tenant = fields.label(body.get("tenant") or "", "tenant")
+    return Prompt(body.get("prompt"), body.get("messages"), salt, tenant=tenant)
 
 
 async def wait_for_statuses(router: Router) -> None:

@@ -12,6 +12,7 @@ from shared.errors import (
     ClientError,
     DeadlineExceeded,
     EngineError,
+    Forbidden,
     KvrouteError,
     MethodNotAllowed,
     ModelNotFound,
@@ -26,6 +27,7 @@ from shared.errors import (
 _STATUS_OF: Mapping[type[BaseException], tuple[int, str]] = {
     ClientError: (400, "invalid_request_error"),
     Unauthorized: (401, "authentication_error"),
+    Forbidden: (403, "permission_error"),
     ModelNotFound: (404, "invalid_request_error"),
     NotFound: (404, "invalid_request_error"),
     MethodNotAllowed: (405, "invalid_request_error"),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from importlib import resources
 
@@ -23,10 +24,9 @@ from router.http_files import FilesApi
 from router.keys import ANYBODY, UNLIMITED, Allowance, Caller, KeyRing
 from router.openai import Endpoint, ParsedRequest, completion_body, parse_request
 from router.service import Router
-from router.siblings import OWN_METRICS_PATH
 from router.tokenizer import Tokenizer
 from shared import __version__
-from shared.errors import MethodNotAllowed, ModelNotFound, NotFound, NoWorker
+from shared.errors import Forbidden, MethodNotAllowed, ModelNotFound, NotFound, NoWorker
 
 logger = logging.getLogger(__name__)
 
@@ -75,17 +75,27 @@ class Backend:
 Handler = Callable[[Call, Caller, Allowance], Awaitable[None]]
 
 
+class _Access(Enum):
+    """Who may ask at an address."""
+
+    EVERYBODY = auto()
+    CALLERS = auto()
+    """Whoever has a key, where there are keys."""
+    ADMINS = auto()
+    """Those of them whose key opens what tells of all tenants."""
+
+
 @dataclass(slots=True)
 class _Route:
     method_to_handler: dict[str, Handler]
-    is_open: bool
-    """Whether no key is asked for."""
+    access: _Access
 
 
 class Front:
     """The application. Invariant: a request that has ended, however it did, has nothing under way any more.
 
-    `mounts` are applications for addresses under `/NAME`, which need a key where one is set.
+    `mounts` are applications for addresses under `/NAME`, which tell of all tenants: where keys are set, an admin's is
+    needed.
     """
 
     def __init__(
@@ -116,17 +126,18 @@ class Front:
         self._created = int(time.time())
         self._mounts = dict(mounts or {})
         self._description = resources.files("router").joinpath("static", "openapi.json").read_bytes()
+        metrics_access = _Access.ADMINS if keys.has_tenants else _Access.EVERYBODY
         self._routes = {
-            "/v1/chat/completions": _Route({"POST": partial(self._complete, Endpoint.CHAT)}, is_open=False),
-            "/v1/completions": _Route({"POST": partial(self._complete, Endpoint.COMPLETIONS)}, is_open=False),
-            "/v1/models": _Route({"GET": self._models}, is_open=False),
-            "/health": _Route({"GET": self._health}, is_open=True),
-            "/ping": _Route({"GET": self._health, "POST": self._health}, is_open=True),
-            "/ready": _Route({"GET": self._ready}, is_open=True),
-            "/version": _Route({"GET": self._version}, is_open=True),
-            "/metrics": _Route({"GET": self._metrics}, is_open=True),
-            OWN_METRICS_PATH: _Route({"GET": self._own_metrics}, is_open=True),
-            "/openapi.json": _Route({"GET": self._openapi}, is_open=True),
+            "/v1/chat/completions": _Route({"POST": partial(self._complete, Endpoint.CHAT)}, _Access.CALLERS),
+            "/v1/completions": _Route({"POST": partial(self._complete, Endpoint.COMPLETIONS)}, _Access.CALLERS),
+            "/v1/models": _Route({"GET": self._models}, _Access.CALLERS),
+            "/health": _Route({"GET": self._health}, _Access.EVERYBODY),
+            "/ping": _Route({"GET": self._health, "POST": self._health}, _Access.EVERYBODY),
+            "/ready": _Route({"GET": self._ready}, _Access.EVERYBODY),
+            "/version": _Route({"GET": self._version}, _Access.EVERYBODY),
+            # Whoever sees these before and after a request of somebody else learns how long its prompt was.
+            "/metrics": _Route({"GET": self._metrics}, metrics_access),
+            "/openapi.json": _Route({"GET": self._openapi}, _Access.EVERYBODY),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -176,10 +187,13 @@ class Front:
             allowed = ", ".join(route.method_to_handler)
             call.extra_headers.append((b"allow", allowed.encode()))
             raise MethodNotAllowed(f"Not allowed for this address: only {allowed} is.")
-        if route.is_open:
+        if route.access is _Access.EVERYBODY:
             await handler(call, ANYBODY, UNLIMITED)
-        else:
-            await handler(call, *self._keys.identify(call.headers.get(b"authorization")))
+            return
+        caller, allowance = self._keys.identify(call.headers.get(b"authorization"))
+        if route.access is _Access.ADMINS and not caller.is_admin:
+            raise Forbidden("This tells of all tenants, and needs a key with 'admin: true' in the key file.")
+        await handler(call, caller, allowance)
 
     def _route_below(self, call: Call) -> _Route:
         """The route of an address with something variable in it."""
@@ -188,13 +202,13 @@ class Front:
             app = self._mounts[first]
 
             async def run(call: Call, caller: Caller, allowance: Allowance) -> None:
-                await call.pass_on(app)
+                await call.pass_on(app, caller)
 
-            return _Route(dict.fromkeys(("GET", "POST", "PUT", "DELETE"), run), is_open=False)
+            return _Route(dict.fromkeys(("GET", "POST", "PUT", "DELETE"), run), _Access.ADMINS)
         if first == "v1" and rest.startswith("models/"):
-            return _Route({"GET": self._model}, is_open=False)
+            return _Route({"GET": self._model}, _Access.CALLERS)
         if first == "v1" and self._files_api is not None and (handlers := self._files_api.methods_of(rest)) is not None:
-            return _Route(handlers, is_open=False)
+            return _Route(handlers, _Access.CALLERS)
         raise NotFound(f"Unknown request URL: {call.method} {call.path[:100]}. See /openapi.json for what is served.")
 
     async def _complete(self, endpoint: Endpoint, call: Call, caller: Caller, allowance: Allowance) -> None:
@@ -339,9 +353,6 @@ class Front:
         await call.respond(
             200, await self._all_metrics() if self._all_metrics else self._backend.render_metrics(), _METRICS
         )
-
-    async def _own_metrics(self, call: Call, caller: Caller, allowance: Allowance) -> None:
-        await call.respond(200, self._backend.render_metrics(), _METRICS)
 
     async def _openapi(self, call: Call, caller: Caller, allowance: Allowance) -> None:
         await call.respond(200, self._description)

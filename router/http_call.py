@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import orjson
 
 from router.failures import error_body, may_succeed_later, status_of
+from router.keys import Caller
 from shared.errors import (
     BodyTooLarge,
     InvalidRequest,
@@ -32,6 +33,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Header = tuple[bytes, bytes]
+
+CALLER = "kvroute.caller"
+"""Under which a mounted application's scope has the caller whose key was shown."""
 
 _JSON: Header = (b"content-type", b"application/json")
 _MAX_ID_CHARS = 128
@@ -165,10 +169,10 @@ class Call:
     async def respond_json(self, body: Any, status: int = 200, headers: Sequence[Header] = ()) -> None:
         await self.respond(status, orjson.dumps(body), [_JSON, *headers])
 
-    async def pass_on(self, app: App) -> None:
-        """Have another application answer."""
+    async def pass_on(self, app: App, caller: Caller) -> None:
+        """Have another application answer, which finds whose call it is in the scope, under `CALLER`."""
         self.has_begun = self.has_ended = True
-        await app(self.scope, self.receive, self._send)
+        await app({**self.scope, CALLER: caller}, self.receive, self._send)
 
     async def fail(self, error: BaseException) -> None:
         """Answer with an error, or end an answer that has begun with one, as an event."""

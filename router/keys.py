@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.errors import ConfigError, Overloaded, Unauthorized
+from router.fields import brief
+from shared.errors import ConfigError, InvalidRequest, Overloaded, Unauthorized
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class KeyEntry(BaseModel):
     salt: Annotated[str, Field(min_length=8, max_length=256)] | None = None
     requests_per_minute: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     max_concurrent: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    admin: bool = False
+    """Whether it also opens what tells of all tenants: the dashboard, what it explains, and metrics."""
 
     @property
     def digest(self) -> bytes:
@@ -55,6 +58,8 @@ class Caller:
     name: str = ""
     tenant: str = ""
     salt: str = ""
+    is_admin: bool = False
+    """Whether it may see what all tenants do."""
 
     def salted(self, cache_salt: str) -> str:
         """The salt of a request: equal only for equal tenants and equal salts of their own.
@@ -67,8 +72,8 @@ class Caller:
         return hashlib.blake2b(cache_salt.encode(), key=key, digest_size=16).hexdigest()
 
 
-ANYBODY = Caller()
-"""Where no key is asked for, or one key is for all."""
+ANYBODY = Caller(is_admin=True)
+"""Where no key is asked for, or one key is for all: there are no tenants then to keep anything from."""
 
 
 class Allowance:
@@ -140,7 +145,7 @@ class KeyRing:
         self._held = [
             _Held(
                 entry.digest,
-                Caller(entry.name, entry.tenant or entry.name, _salt_of(entry)),
+                Caller(entry.name, entry.tenant or entry.name, _salt_of(entry), entry.admin),
                 Allowance(
                     _share(entry.requests_per_minute, num_shares), _share(entry.max_concurrent, num_shares), clock
                 ),
@@ -156,10 +161,26 @@ class KeyRing:
             ring._held.append(_Held(hashlib.sha256(key.encode()).digest(), ANYBODY, UNLIMITED))
         return ring
 
+    @property
+    def has_tenants(self) -> bool:
+        """Whether there are callers that must not learn of each other."""
+        return any(not held.caller.is_admin for held in self._held)
+
     def caller_of(self, tenant: str) -> Caller | None:
         """Whom requests of a tenant come from; `None` where none of its keys is there any more."""
         callers = [held.caller for held in self._held] or [ANYBODY]
         return next((caller for caller in callers if caller.tenant == tenant), None)
+
+    def salt_of(self, caller: Caller, cache_salt: str, tenant: str = "") -> str:
+        """The salt of a request of `caller`, or of `tenant` where one is named.
+
+        Raises:
+            InvalidRequest: no key is of that tenant.
+        """
+        asker = self.caller_of(tenant) if tenant else caller
+        if asker is None:
+            raise InvalidRequest(f"Invalid 'tenant': no key is of {brief(tenant)}.", param="tenant")
+        return asker.salted(cache_salt)
 
     def identify(self, authorization: bytes | None) -> tuple[Caller, Allowance]:
         """Whose key an `authorization` header shows: as a bearer's token, or as a password, as browsers show it.

@@ -91,6 +91,11 @@ _STATUS_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
 _TALLIES = (
     ("kvroute_worker_requests", "Requests of this router that the worker began to answer.", "num_requests"),
     ("kvroute_worker_prompt_tokens", "Prompt tokens of these requests.", "num_prompt_tokens"),
+    (
+        "kvroute_worker_cache_told_tokens",
+        "Prompt tokens of those of these requests of which the engine told what its cache gave.",
+        "num_told_tokens",
+    ),
     ("kvroute_worker_cached_tokens", "What of them the engine says its cache gave.", "num_cached_tokens"),
 )
 

@@ -89,19 +89,21 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one answer. `cached_tokens` is the engine's own count."""
+    """Token counts of one answer. `cached_tokens` is the engine's own count, `None` where it does not tell."""
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
 
     def as_body(self) -> dict[str, Any]:
-        return {
+        counts = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.cached_tokens is None:
+            return counts
+        return {**counts, "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
 
 def parse_request(

@@ -23,15 +23,16 @@ from shared.types import WorkerId
 
 WINDOW_S = 10.0
 """What "now" means: long enough for percentiles, short enough to be seen to move."""
-_SHOWN_DECISIONS = 20
-_SHOWN_GROUPS = 12
+SHOWN_DECISIONS = 20
+SHOWN_GROUPS = 12
+MIRROR_SIZE, MIRROR_LAG = "blocks mirrored here", "batches that the mirror is behind"
 _STORE_COUNTS = {
     "kvroute_store_misses": "calls without an answer",
     "kvroute_store_breaker_openings": "times passed over for missing",
     "kvroute_store_spared_matches": "matches not asked meanwhile",
     "kvroute_store_malformed": "values refused as none of ours",
-    "kvroute_mirror_entries": "blocks mirrored here",
-    "kvroute_mirror_batches_behind": "batches that the mirror is behind",
+    "kvroute_mirror_entries": MIRROR_SIZE,
+    "kvroute_mirror_batches_behind": MIRROR_LAG,
     "kvroute_mirror_loads": "workers loaded into the mirror",
     "kvroute_mirror_stale_matches": "matches without the store",
     "kvroute_mirror_faults": "faults of the mirror",
@@ -56,11 +57,15 @@ class WorkerRow:
     kv_blocks: KvBlocks | None
     kv_total_blocks: int
     hit_rate: float | None
-    """Share of prompt tokens that its cache gave in the last minute or so."""
+    """Share of prompt tokens that its cache gave in the last minute or so; `None` where it has told of none."""
+    hit_rate_tokens: float
+    """Of how many prompt tokens, those of long ago counting less."""
+    is_cache_untold: bool
+    """Whether it has answered requests and told of none what its cache gave."""
     num_requests: int
     """Of this router, since it began."""
     status_age_s: float | None
-    round_trip_s: float
+    round_trip_s: float | None
     is_cache_aware: bool
     is_home: bool
 
@@ -112,17 +117,33 @@ class BatchJob:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterRow:
+    """One router of several behind one address."""
+
+    router: str
+    uptime_s: float
+    num_held: int
+    num_under_way: int
+    num_requests: int
+    num_failovers: int
+    now: Window
+    is_store_resting: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Overview:
-    """All of it."""
+    """All of it: of one router, or of several together."""
 
     taken_at: float
     """Wall clock, in seconds of the epoch."""
     version: str
-    router: str
+    routers: tuple[RouterRow, ...]
+    """Whose picture it is."""
     model: str
     policy: str
     block_size_tokens: int
     num_routers: int
+    """Live routers of the same workers, those of other servers among them."""
     uptime_s: float
     num_held: int
     num_under_way: int
@@ -161,12 +182,23 @@ class Viewpoint:
         watch, fleet = router.watch, router.fleet
         members = fleet.members()
         watch.keep_only(fleet.worker_to_instance.keys())
-        watch.rates.tick()
-        now = watch.rates.window(WINDOW_S)
+        rates = watch.rates
+        now = rates.window(rates.span(WINDOW_S))
         return Overview(
             taken_at=time.time(),
             version=__version__,
-            router=router.router,
+            routers=(
+                RouterRow(
+                    router=router.router,
+                    uptime_s=now.ends_at_s,
+                    num_held=len(router.queue),
+                    num_under_way=fleet.num_bookings,
+                    num_requests=router.metrics.num_ended,
+                    num_failovers=router.metrics.failovers.total(),
+                    now=now,
+                    is_store_resting=router.directory.is_resting,
+                ),
+            ),
             model=router.scheme.model,
             policy=router.policy.name,
             block_size_tokens=router.scheme.block_size_tokens,
@@ -178,11 +210,11 @@ class Viewpoint:
             num_failovers=router.metrics.failovers.total(),
             window_s=WINDOW_S,
             now=now,
-            history=tuple(watch.rates.history(WINDOW_S)) if with_history else (),
+            history=tuple(map(rates.window, rates.spans(WINDOW_S))) if with_history else (),
             flags=(*_own_flags(router, members), *(flag for ask in self.flags for flag in ask())),
             workers=tuple(_worker_row(member, watch) for member in members),
-            groups=tuple([await self._group_row(group) for group in watch.groups.hottest(_SHOWN_GROUPS)]),
-            decisions=tuple(watch.decisions.last(_SHOWN_DECISIONS)),
+            groups=tuple([await self._group_row(group) for group in watch.groups.hottest(SHOWN_GROUPS)]),
+            decisions=tuple(watch.decisions.last(SHOWN_DECISIONS)),
             store=_store_health(router),
             jobs=() if self.jobs is None else tuple(await self.jobs()),
         )
@@ -258,9 +290,11 @@ def _worker_row(member: Member, watch: Watch) -> WorkerRow:
         kv_blocks=member.kv_blocks,
         kv_total_blocks=info.num_blocks,
         hit_rate=None if tally is None else tally.hit_rate,
+        hit_rate_tokens=0.0 if tally is None else tally.recent_tokens,
+        is_cache_untold=tally is not None and tally.num_answered > 0 and tally.num_told_tokens == 0,
         num_requests=0 if tally is None else tally.num_requests,
         status_age_s=None if status is None else member.status_age_s,
-        round_trip_s=member.round_trip_s,
+        round_trip_s=member.round_trip_s if math.isfinite(member.round_trip_s) else None,
         is_cache_aware=member.is_cache_aware,
         is_home=member.is_home,
     )

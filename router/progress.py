@@ -44,7 +44,7 @@ class Progress:
     def answered(self, usage: Usage) -> None:
         """Count one answered row."""
         self._prompt_tokens += usage.prompt_tokens
-        self._cached_tokens += usage.cached_tokens
+        self._cached_tokens += usage.cached_tokens or 0
         self._num_tokens += usage.prompt_tokens + usage.completion_tokens
         self._advance()
 

@@ -32,6 +32,8 @@ class Prompt:
     salt: str
     file: str = ""
     """Where it stands, as errors name it; empty where it was made otherwise."""
+    tenant: str = ""
+    """Whose requests it stands for; empty for those of whoever asks."""
 
 
 def read_prompt(own: Mapping[str, Any]) -> Prompt:

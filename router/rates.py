@@ -27,11 +27,30 @@ class Window:
     itl_p50_s: float | None
     itl_p95_s: float | None
     cached_share: float | None
-    """Of prompt tokens: what engines say that their caches gave."""
+    """Of prompt tokens: what engines say that their caches gave; those of engines that do not tell are left out."""
     matched_share: float | None
     """What the directory expected."""
     possible_share: float | None
     """What a cache of endless size would have given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one router counted between two moments."""
+
+    ends_at_s: float
+    """On the loop's clock, which is the same for all processes of a machine."""
+    length_s: float
+    num_ended: int
+    num_failed: int
+    num_output_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_told_tokens: int
+    num_matched_tokens: int
+    num_possible_tokens: int
+    ttft_counts: tuple[int, ...]
+    itl_counts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +61,7 @@ class _Sample:
     num_output_tokens: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_told_tokens: int
     num_matched_tokens: int
     num_possible_tokens: int
     ttft_counts: tuple[int, ...]
@@ -69,7 +89,7 @@ class Rates:
             while now - self._samples[0].at_s > _KEPT_S:
                 self._samples.popleft()
 
-    def window(self, length_s: float) -> Window:
+    def span(self, length_s: float) -> Span:
         """The last seconds until now, or all there is if that is less."""
         now = self._sample(self._clock())
         first = self._samples[0]
@@ -77,18 +97,47 @@ class Rates:
             first = sample
             if now.at_s - sample.at_s >= length_s:
                 break
-        return self._between(first, now)
+        return _between(first, now)
 
-    def history(self, length_s: float) -> list[Window]:
-        """One window of `length_s` for each sample of the last five minutes, oldest first."""
+    def spans(self, length_s: float) -> list[Span]:
+        """One span of `length_s` for each sample of the last five minutes, oldest first."""
         self.tick()
         samples = list(self._samples)
-        windows, start = [], 0
+        spans, start = [], 0
         for end in range(1, len(samples)):
             while start + 1 < end and samples[end].at_s - samples[start + 1].at_s >= length_s:
                 start += 1
-            windows.append(self._between(samples[start], samples[end]))
-        return windows
+            spans.append(_between(samples[start], samples[end]))
+        return spans
+
+    def window(self, *spans: Span) -> Window:
+        """The rates and percentiles of one span, or of those of several routers together, which end about together."""
+        num_prompt_tokens = sum(span.num_prompt_tokens for span in spans)
+        ttft = [sum(counts) for counts in zip(*(span.ttft_counts for span in spans), strict=True)]
+        itl = [sum(counts) for counts in zip(*(span.itl_counts for span in spans), strict=True)]
+
+        def rate(read: Callable[[Span], int]) -> float:
+            return sum(read(span) / span.length_s for span in spans)
+
+        def share(num_tokens: int, num_of: int) -> float | None:
+            return num_tokens / num_of if num_of else None
+
+        return Window(
+            ends_at_s=spans[0].ends_at_s - self.began_at_s,
+            requests_per_s=rate(lambda span: span.num_ended),
+            failures_per_s=rate(lambda span: span.num_failed),
+            output_tokens_per_s=rate(lambda span: span.num_output_tokens),
+            prompt_tokens_per_s=rate(lambda span: span.num_prompt_tokens),
+            ttft_p50_s=self._metrics.ttft_s.quantile(0.5, ttft),
+            ttft_p95_s=self._metrics.ttft_s.quantile(0.95, ttft),
+            itl_p50_s=self._metrics.itl_s.quantile(0.5, itl),
+            itl_p95_s=self._metrics.itl_s.quantile(0.95, itl),
+            cached_share=share(
+                sum(span.num_cached_tokens for span in spans), sum(span.num_told_tokens for span in spans)
+            ),
+            matched_share=share(sum(span.num_matched_tokens for span in spans), num_prompt_tokens),
+            possible_share=share(sum(span.num_possible_tokens for span in spans), num_prompt_tokens),
+        )
 
     def _sample(self, now_s: float) -> _Sample:
         metrics = self._metrics
@@ -99,32 +148,30 @@ class Rates:
             num_output_tokens=metrics.num_output_tokens,
             num_prompt_tokens=metrics.num_prompt_tokens,
             num_cached_tokens=metrics.num_cached_tokens,
+            num_told_tokens=metrics.num_told_tokens,
             num_matched_tokens=metrics.num_matched_tokens,
             num_possible_tokens=metrics.num_possible_tokens,
             ttft_counts=tuple(metrics.ttft_s.counts),
             itl_counts=tuple(metrics.itl_s.counts),
         )
 
-    def _between(self, first: _Sample, last: _Sample) -> Window:
-        length_s = max(last.at_s - first.at_s, 1e-9)
-        num_prompt_tokens = last.num_prompt_tokens - first.num_prompt_tokens
-        ttft = [after - before for before, after in zip(first.ttft_counts, last.ttft_counts, strict=True)]
-        itl = [after - before for before, after in zip(first.itl_counts, last.itl_counts, strict=True)]
 
-        def share(num_tokens: int) -> float | None:
-            return num_tokens / num_prompt_tokens if num_prompt_tokens else None
+def _between(first: _Sample, last: _Sample) -> Span:
+    return Span(
+        ends_at_s=last.at_s,
+        length_s=max(last.at_s - first.at_s, 1e-9),
+        num_ended=last.num_ended - first.num_ended,
+        num_failed=last.num_failed - first.num_failed,
+        num_output_tokens=last.num_output_tokens - first.num_output_tokens,
+        num_prompt_tokens=last.num_prompt_tokens - first.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens - first.num_cached_tokens,
+        num_told_tokens=last.num_told_tokens - first.num_told_tokens,
+        num_matched_tokens=last.num_matched_tokens - first.num_matched_tokens,
+        num_possible_tokens=last.num_possible_tokens - first.num_possible_tokens,
+        ttft_counts=_difference(first.ttft_counts, last.ttft_counts),
+        itl_counts=_difference(first.itl_counts, last.itl_counts),
+    )
 
-        return Window(
-            ends_at_s=last.at_s - self.began_at_s,
-            requests_per_s=(last.num_ended - first.num_ended) / length_s,
-            failures_per_s=(last.num_failed - first.num_failed) / length_s,
-            output_tokens_per_s=(last.num_output_tokens - first.num_output_tokens) / length_s,
-            prompt_tokens_per_s=num_prompt_tokens / length_s,
-            ttft_p50_s=self._metrics.ttft_s.quantile(0.5, ttft),
-            ttft_p95_s=self._metrics.ttft_s.quantile(0.95, ttft),
-            itl_p50_s=self._metrics.itl_s.quantile(0.5, itl),
-            itl_p95_s=self._metrics.itl_s.quantile(0.95, itl),
-            cached_share=share(last.num_cached_tokens - first.num_cached_tokens),
-            matched_share=share(last.num_matched_tokens - first.num_matched_tokens),
-            possible_share=share(last.num_possible_tokens - first.num_possible_tokens),
-        )
+
+def _difference(first: tuple[int, ...], last: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([after - before for before, after in zip(first, last, strict=True)])

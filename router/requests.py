@@ -84,6 +84,8 @@ class Attempt:
     ended_at_s: float | None = None
     error: str | None = None
     """Code of the error that ended it."""
+    is_refused: bool = False
+    """Whether the worker did not take it, since requests of others had come first."""
 
 
 @dataclass(slots=True)
@@ -105,8 +107,10 @@ class RequestTrace:
     worker: WorkerId | None = None
     matched_tokens: int = 0
     """What the router expected the worker's cache to give."""
-    cached_tokens: int = 0
-    """What the engine says its cache gave."""
+    cached_tokens: int | None = None
+    """What the engine says its cache gave; `None` until it says so. Some say so with the answer's end, some never."""
+    is_cache_counted: bool = False
+    """Whether that is among the router's figures."""
     num_output_tokens: int = 0
     possible_tokens: int = 0
     """What a cache of endless size would have given, as far as this router remembers."""

@@ -26,9 +26,11 @@ from router.http_files import FilesApi
 from router.http_server import is_loopback, listen, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
 from router.request_log import log_of_process
-from router.serve_dashboard import dashboard_of
+from router.serve_dashboard import dashboard_of, words_of
 from router.serving import Say, Serving, url_of
-from router.siblings import Siblings, all_metrics, listen_for_siblings
+from router.sibling_metrics import all_metrics
+from router.sibling_words import Place, telling_siblings
+from router.siblings import Siblings
 from router.stored_files import FileStore
 from shared.config import Settings
 from shared.errors import ConfigError
@@ -54,19 +56,21 @@ async def run_serve(
         listener = stack.enter_context(listen(settings.host, settings.port, is_shared=num_routers > 1))
         port = listener.getsockname()[1]
         serving = await stack.enter_async_context(entering)
-        sockets, siblings, folder = [listener], None, None
+        siblings, place = None, None
         if num_routers > 1:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-")))
-            sockets.append(stack.enter_context(listen_for_siblings(folder, 0)))
+            place = Place(folder, 0, num_routers)
+            told = telling_siblings(stack.enter_context(place.listen()), words_of(serving.router))
+            await stack.enter_async_context(told)
             orders = [_order(serving, port, folder, number, num_routers) for number in range(1, num_routers)]
             siblings = await stack.enter_async_context(Siblings(orders, settings.drain_timeout_s, say))
         files = await asyncio.to_thread(open_files, settings)
-        front = make_front(serving, entries, files=files, folder=folder, num_routers=num_routers)
+        front = make_front(serving, entries, files=files, place=place)
         await stack.enter_async_context(make_batch_service(serving, entries, files))
         set_apart_what_stays()
-        for line in _banner(serving, port, num_routers):
+        for line in _banner(serving, entries, port, num_routers):
             say(line)
-        return await _serve_until_told(front, sockets, siblings, settings.drain_timeout_s, say)
+        return await _serve_until_told(front, listener, siblings, settings.drain_timeout_s, say)
 
 
 def _order(serving: Serving, port: int, folder: Path, number: int, num_routers: int) -> dict[str, Any]:
@@ -106,19 +110,16 @@ def make_front(
     *,
     mounts: Mapping[str, App] | None = None,
     files: tuple[FileStore, BatchBook] | None = None,
-    folder: Path | None = None,
-    num_routers: int = 1,
+    place: Place | None = None,
 ) -> Front:
-    """A front over what serves. It may be one of several that share each key's limits, and tell their metrics in a
-    `folder`.
-    """
+    """A front over what serves. It may be one of several that share each key's limits, and then has a `place`."""
     settings = serving.settings
-    ring = _key_ring(settings, entries, num_routers)
+    ring = _key_ring(settings, entries, 1 if place is None else place.num_processes)
     policy = settings.policy.partition(":")[0]
     max_model_len_tokens = serving.max_model_len_tokens
     backend = Backend.over(serving.router, serving.tokenizer, settings.model_name, max_model_len_tokens, policy)
     limits = Limits(max_body_bytes=max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * max_model_len_tokens))
-    dashboard = dashboard_of(serving, None if files is None else files[1], lambda: front.is_draining)
+    dashboard = dashboard_of(serving, ring, None if files is None else files[1], lambda: front.is_draining, place)
     front = Front(
         backend,
         ring,
@@ -127,7 +128,7 @@ def make_front(
         limits=limits,
         mounts={"dashboard": dashboard, **(mounts or {})},
         files_api=None if files is None else FilesApi(*files, limits),
-        all_metrics=None if folder is None else partial(all_metrics, folder, num_routers),
+        all_metrics=None if place is None else partial(all_metrics, place, serving.router.render_metrics),
     )
     return front
 
@@ -172,7 +173,7 @@ def set_apart_what_stays() -> None:
 
 
 async def _serve_until_told(
-    front: Front, sockets: Sequence[socket.socket], siblings: Siblings | None, drain_timeout_s: float, say: Say
+    front: Front, listener: socket.socket, siblings: Siblings | None, drain_timeout_s: float, say: Say
 ) -> bool:
     """Serve until SIGTERM or Ctrl-C, and then until nothing is under way; whether it was Ctrl-C.
 
@@ -180,7 +181,7 @@ async def _serve_until_told(
     """
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     with _catching(signals.put_nowait):
-        async with serving_http(front, sockets, front.limits):
+        async with serving_http(front, [listener], front.limits):
             first = await signals.get()
             if siblings is not None:
                 siblings.end()
@@ -214,17 +215,21 @@ def _check_exposure(settings: Settings, say: Say) -> None:
         )
 
 
-def _banner(serving: Serving, port: int, num_routers: int) -> list[str]:
+def _banner(serving: Serving, entries: Sequence[KeyEntry], port: int, num_routers: int) -> list[str]:
     """What serves, and where."""
     settings = serving.settings
     url = url_of(settings.host, port)
+    closed = ""
+    if entries:
+        has_admin = any(entry.admin for entry in entries)
+        closed = " (for admins' keys)" if has_admin else " (closed: no key of --api-key-file has 'admin: true')"
     keys = "a key is needed" if settings.api_key_file or settings.api_key.get_secret_value() else "no key is needed"
     return [
         f"{settings.model_name}: {len(serving.workers)} of {max(settings.workers, len(serving.workers))} workers are "
         f"ready; KV blocks of {settings.block_size} tokens, policy {settings.policy}, "
         f"context of {serving.max_model_len_tokens} tokens",
         f"listening on {url}/v1 ({num_routers} router{'s' if num_routers > 1 else ''}, {keys}); "
-        f"metrics at {url}/metrics, dashboard at {url}/dashboard",
+        f"metrics at {url}/metrics, dashboard at {url}/dashboard{closed}",
         "Next steps:",
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
         f'\'{{"model": "{settings.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'',

@@ -15,7 +15,8 @@ import uvloop
 from router import attach, runfile
 from router.http_server import listen, serving_http
 from router.serve import make_front, open_files, read_keys, set_apart_what_stays
-from router.siblings import listen_for_siblings
+from router.serve_dashboard import words_of
+from router.sibling_words import Place, telling_siblings
 from router.workers import Workers, serving_of
 from shared.config import Settings
 from shared.errors import KvrouteError
@@ -29,15 +30,18 @@ async def serve(order: dict[str, Any]) -> None:
     settings = Settings(**order["settings"])
     set_up_logging(settings.log_level, settings.log_format)
     workers = await _workers(settings, order["run"])
-    folder, number, num_routers = Path(order["folder"]), int(order["number"]), int(order["num_routers"])
+    place = Place(Path(order["folder"]), int(order["number"]), int(order["num_routers"]))
     entries = await asyncio.to_thread(read_keys, settings)
     told_to_end = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
     files = await asyncio.to_thread(open_files, settings)
     async with serving_of(workers, _nobody) as serving:
-        front = make_front(serving, entries, files=files, folder=folder, num_routers=num_routers)
-        with listen(settings.host, order["port"], is_shared=True) as shared, listen_for_siblings(folder, number) as own:
-            async with serving_http(front, [shared, own], front.limits):
+        front = make_front(serving, entries, files=files, place=place)
+        with listen(settings.host, order["port"], is_shared=True) as shared, place.listen() as own:
+            async with (
+                telling_siblings(own, words_of(serving.router)),
+                serving_http(front, [shared], front.limits),
+            ):
                 set_apart_what_stays()
                 sys.stdout.write("ready\n")
                 sys.stdout.flush()

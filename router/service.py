@@ -86,7 +86,7 @@ class Router:
         self._known_keys = KnownKeys(scheme)
         self.min_prefix_tokens = min_prefix_tokens
         self.policy = policy
-        self.watch = Watch(metrics, policy.name, clock, block_size_tokens=scheme.block_size_tokens)
+        self.watch = Watch(router, metrics, policy.name, clock, block_size_tokens=scheme.block_size_tokens)
         self._tracing = tracing
         self._max_attempts = max_attempts
         self._queue_timeout_s = queue_timeout_s
@@ -163,7 +163,7 @@ class Router:
             raise
         finally:
             trace.finished_at_s = self._clock()
-            self.watch.note_end(trace, outcome)
+            self.watch.note_end(request, trace, outcome)
             if self._tracing is not None:
                 self._tracing.end(request, trace, outcome)
             if self._request_log is not None and trace.num_output_tokens:
@@ -197,6 +197,7 @@ class Router:
                 trace.num_attempts -= 1
                 trace.num_continuations -= bool(sent)
                 trace.num_refusals += 1
+                trace.attempts[-1].is_refused = True
                 self.num_outpaced += 1
                 self.queue.note_refused(placement)
             except (WorkerLost, EngineError, Overloaded) as error:
@@ -311,6 +312,7 @@ class Router:
         if not is_continued:
             trace.bound_at_s = self._clock()
             trace.matched_tokens = placement.matched_tokens
+            trace.cached_tokens = None
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s to %s: %s", request.request, booking.worker, placement.ranking.explain())
         trace.explain = placement.ranking.explain

@@ -1,7 +1,7 @@
 """Several server processes behind one port: the first one starts, watches and ends the others.
 
-Each has a router of its own, and the system deals connections to them. What they know of each other are the addresses
-at which they tell their metrics.
+Each has a router of its own, and the system deals connections to them. What they tell each other goes by
+`router.sibling_words`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
-import socket
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from router.serving import Say
@@ -21,68 +19,7 @@ from router.serving import Say
 logger = logging.getLogger(__name__)
 
 _RESTART_S = 1.0
-_METRICS_S = 2.0
-"""How long a process may take to tell its metrics; one that does not is left out."""
 _LAST_WORDS_S = 5.0
-OWN_METRICS_PATH = "/metrics/own"
-"""Where each process tells of itself alone."""
-
-
-def metrics_socket(folder: Path, number: int) -> Path:
-    """Where a process listens for its siblings."""
-    return folder / f"router-{number}.sock"
-
-
-def listen_for_siblings(folder: Path, number: int) -> socket.socket:
-    """The socket of `metrics_socket`, in a folder of this user alone."""
-    path = metrics_socket(folder, number)
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    listener.listen()
-    return listener
-
-
-async def all_metrics(folder: Path, num_processes: int) -> bytes:
-    """The metrics of all processes, each under a label of its own."""
-    paths = [metrics_socket(folder, number) for number in range(num_processes)]
-    texts = await asyncio.gather(*map(_own_metrics, paths))
-    return merged_metrics({str(number): text for number, text in enumerate(texts) if text is not None})
-
-
-def merged_metrics(router_to_text: Mapping[str, str]) -> bytes:
-    """Several texts for a Prometheus server as one; samples get a label that says whose they are."""
-    family_to_lines: dict[str, list[str]] = {}
-    family_to_samples: dict[str, list[str]] = {}
-    for router, text in router_to_text.items():
-        family = ""
-        for line in text.splitlines():
-            if line.startswith("#"):
-                family = line.split(" ", 3)[2]
-                lines = family_to_lines.setdefault(family, [])
-                lines += [line] if line not in lines else []
-            elif line:
-                name, brace, rest = line.partition("{")
-                label = f'router="{router}"'
-                labelled = f"{name}{{{label},{rest}" if brace else f"{{{label}}} ".join(line.split(" ", 1))
-                family_to_samples.setdefault(family, []).append(labelled)
-    families = [[*lines, *family_to_samples.get(family, [])] for family, lines in family_to_lines.items()]
-    return "\n".join([*(line for lines in families for line in lines), ""]).encode()
-
-
-async def _own_metrics(path: Path) -> str | None:
-    try:
-        async with asyncio.timeout(_METRICS_S):
-            reader, writer = await asyncio.open_unix_connection(str(path))
-            try:
-                writer.write(f"GET {OWN_METRICS_PATH} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
-                raw = await reader.read()
-            finally:
-                writer.close()
-    except (OSError, TimeoutError) as error:
-        logger.warning("the process at %s does not tell its metrics: %s", path.name, error or "no answer in time")
-        return None
-    return raw.partition(b"\r\n\r\n")[2].decode()
 
 
 class Siblings:

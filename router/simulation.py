@@ -223,7 +223,7 @@ class _Simulation:
             first_token_at_s=self._since_begin(trace.first_token_at_s),
             finished_at_s=None if error else self._since_begin(trace.finished_at_s),
             worker=trace.worker,
-            cached_tokens=trace.cached_tokens,
+            cached_tokens=trace.cached_tokens or 0,
             num_prompt_tokens=len(arrival.token_ids) // TOKEN_SIZE_BYTES,
             num_output_tokens=num_output_tokens,
             max_itl_s=client.request_to_longest_gap_s.pop(request, 0.0) if client is not None else 0.0,

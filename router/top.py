@@ -32,6 +32,8 @@ def picture(state: Mapping[str, Any]) -> RenderableType:
     legend = "  ".join(f"{mark} {kind}" for kind, mark, _ in _POOL).replace("running", "in use")
     flags = [_flag(flag) for flag in state["flags"]]
     parts: list[RenderableType] = [_head(state), *flags, "", _workers(state), Text(legend, style="bright_black")]
+    if len(state["routers"]) > 1:
+        parts += ["", _routers(state)]
     if state["groups"]:
         parts += ["", _groups(state)]
     if state["decisions"]:
@@ -53,7 +55,7 @@ def _head(state: Mapping[str, Any]) -> Text:
     store = "store does not answer" if state["store"]["is_resting"] else "store answers"
     text = Text()
     text.append(f"kvroute {state['version']}", style="bold")
-    text.append(f"  {state['model']}  policy {state['policy']}  {state['router']}  {store}\n")
+    text.append(f"  {state['model']}  policy {state['policy']}  {_whose(state['routers'])}  {store}\n")
     text.append(
         f"{_figure(now['requests_per_s'])} req/s  {_figure(now['output_tokens_per_s'], 0)} tok/s  "
         f"TTFT p50 {_time(now['ttft_p50_s'])} p95 {_time(now['ttft_p95_s'])}  "
@@ -65,6 +67,10 @@ def _head(state: Mapping[str, Any]) -> Text:
         f"ended {state['num_requests']}  failovers {state['num_failovers']}"
     )
     return text
+
+
+def _whose(routers: Sequence[Mapping[str, Any]]) -> str:
+    return str(routers[0]["router"]) if len(routers) == 1 else f"{len(routers)} routers"
 
 
 def _flag(flag: Mapping[str, str]) -> Text:
@@ -101,7 +107,7 @@ def _workers(state: Mapping[str, Any]) -> Table:
             _of(worker["num_running"], worker["max_num_seqs"]),
             _count(worker["num_waiting"]),
             _bar(worker["kv_blocks"], worker["kv_total_blocks"]),
-            _share(worker["hit_rate"]),
+            "not told" if worker["is_cache_untold"] else _share(worker["hit_rate"]),
             _count(worker["num_requests"]),
             _time(worker["status_age_s"]),
         )
@@ -124,6 +130,25 @@ def _bar(blocks: Mapping[str, int] | None, num_blocks: int) -> Text:
         text.append(mark * num_chars, style=style)
         num_left -= num_chars
     return text.append(f" {num_blocks - blocks['free']}/{num_blocks}")
+
+
+def _routers(state: Mapping[str, Any]) -> Table:
+    rows = [
+        (
+            router["router"],
+            _figure(router["now"]["requests_per_s"]),
+            _time(router["now"]["ttft_p50_s"]),
+            _time(router["now"]["ttft_p95_s"]),
+            _share(router["now"]["cached_share"]),
+            _count(router["num_under_way"]),
+            _count(router["num_held"]),
+            _count(router["num_requests"]),
+            _time(router["uptime_s"]),
+        )
+        for router in state["routers"]
+    ]
+    head = ("router", "req/s", "TTFT p50", "p95", "from cache", "under way", "held", "ended", "up")
+    return _table(head, rows, right=head[1:])
 
 
 def _groups(state: Mapping[str, Any]) -> Table:
@@ -155,7 +180,9 @@ def _decisions(state: Mapping[str, Any]) -> Table:
                 time.strftime("%H:%M:%S", time.localtime(decision["decided_at"])),
                 decision["request"][-_SHOWN_ID_CHARS:],
                 decision["worker"],
-                _of(decision["matched_tokens"] if cached is None else cached, decision["num_prompt_tokens"]),
+                "not told"
+                if decision["is_cache_untold"]
+                else _of(decision["matched_tokens"] if cached is None else cached, decision["num_prompt_tokens"]),
                 _time(decision["waited_s"]),
                 _time(decision["ttft_s"]),
                 decision["why"],

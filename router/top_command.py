@@ -56,10 +56,13 @@ async def run_explain(
     url = _base_url(own["url"], settings)
     body: dict[str, Any] = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
     try:
-        return await _ask(f"{url}/dashboard/explain", settings, {**body, "cache_salt": prompt.salt})
+        body |= {"cache_salt": prompt.salt, "tenant": prompt.tenant}
+        return await _ask(f"{url}/dashboard/explain", settings, body)
     except _NobodyThere as error:
         if own["url"] or run is None:
             raise NoWorker(f"{error}, and no `kvroute up` runs") from None
+    if prompt.tenant:
+        raise ConfigError("--tenant: only a server with --api-key-file knows tenants, and none answers")
     say("asking the workers of `kvroute up` as a router that has just begun would")
     async with launch.attached(run, settings, say, is_observer=True) as serving:
         await wait_for_statuses(serving.router)
@@ -148,5 +151,5 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> KvrouteError:
         told = json.loads(error.read(1 << 16))["error"]["message"]
     except (ValueError, KeyError, TypeError, OSError):
         told = error.reason
-    hint = "; --api-key gives one" if error.code == 401 else ""
+    hint = "; --api-key gives one" if error.code in (401, 403) else ""
     return KvrouteError(f"{url}: {error.code}: {told}{hint}")

@@ -103,8 +103,11 @@ class _Recording:
             inside = set_span_in_context(self._span)
             if trace.accepted_at_s is not None:
                 self._record("tokenise", trace.accepted_at_s, trace.received_at_s, inside)
-            for number, attempt in enumerate(trace.attempts, 1):
+            number = 1
+            for attempt in trace.attempts:
                 self._record_attempt(attempt, number, trace.finished_at_s, inside)
+                # A worker that did not take it was none of its attempts.
+                number += not attempt.is_refused
             if not trace.attempts:
                 self._record("queue", trace.received_at_s, trace.finished_at_s, inside)
             self._span.set_attributes(_attributes(request, trace, outcome))
@@ -113,31 +116,33 @@ class _Recording:
         self._span.end(self._clock.ns(trace.finished_at_s))
 
     def _record_attempt(self, attempt: Attempt, number: int, finished_at_s: float, inside: Any) -> None:
-        """Spans of one worker's turn; those after the first stand below one that tells of the failover."""
+        """Spans of one worker's turn; a refused one and those after the first stand below one that says what it is."""
         from opentelemetry.trace import set_span_in_context
 
         ended_at_s = finished_at_s if attempt.ended_at_s is None else attempt.ended_at_s
         worker = {"kvroute.worker": attempt.worker}
-        failover = None
-        if number > 1:
-            failover = self._tracer.start_span(
-                "failover",
+        around = None
+        if attempt.is_refused or number > 1:
+            around = self._tracer.start_span(
+                "refused" if attempt.is_refused else "failover",
                 context=inside,
                 start_time=self._clock.ns(attempt.asked_at_s),
                 attributes={**worker, "kvroute.attempt": number},
             )
-            inside = set_span_in_context(failover)
+            inside = set_span_in_context(around)
         self._record("match", attempt.asked_at_s, attempt.matched_at_s, inside)
         self._record("queue", attempt.matched_at_s, attempt.weighed_at_s, inside)
         self._record("rank", attempt.weighed_at_s, attempt.bound_at_s, inside, worker)
         first_token_at_s = attempt.first_token_at_s
-        if first_token_at_s is None:
+        if attempt.is_refused:
+            self._record("submit", attempt.bound_at_s, ended_at_s, inside, worker)
+        elif first_token_at_s is None:
             self._record("prefill", attempt.bound_at_s, ended_at_s, inside, worker, attempt.error)
         else:
             self._record("prefill", attempt.bound_at_s, first_token_at_s, inside, worker)
             self._record("decode", first_token_at_s, ended_at_s, inside, worker, attempt.error)
-        if failover is not None:
-            failover.end(self._clock.ns(ended_at_s))
+        if around is not None:
+            around.end(self._clock.ns(ended_at_s))
 
     def _record(
         self,
@@ -166,9 +171,10 @@ def _attributes(request: GenerateRequest, trace: RequestTrace, outcome: str) -> 
         "kvroute.outcome": outcome,
         "kvroute.attempts": trace.num_attempts,
         "kvroute.matched_tokens": trace.matched_tokens,
-        "kvroute.cached_tokens": trace.cached_tokens,
         "kvroute.possible_tokens": trace.possible_tokens,
     }
+    if trace.cached_tokens is not None:
+        told["kvroute.cached_tokens"] = trace.cached_tokens
     if trace.worker is not None:
         told["kvroute.worker"] = trace.worker
     return told

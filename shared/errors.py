@@ -6,6 +6,7 @@ KvrouteError
 |   +-- ContextTooLong          prompt and answer do not fit into the model's context
 |   +-- ModelNotFound           the request names a model that is not served
 |   +-- Unauthorized            the caller has shown no valid key
+|   +-- Forbidden               the caller's key is valid, and not for this
 |   +-- NotFound                there is nothing at that address
 |   |   +-- MethodNotAllowed    there is, but not for this method
 |   +-- BodyTooLarge            the body is over a limit
@@ -74,6 +75,12 @@ class Unauthorized(ClientError):
     """The caller has shown no valid key."""
 
     code = "invalid_api_key"
+
+
+class Forbidden(ClientError):
+    """The caller's key is a valid one, and not for this."""
+
+    code = "permission_denied"
 
 
 class NotFound(ClientError):

@@ -95,7 +95,7 @@ class Trace(Protocol):
     first_token_at_s: float | None
     finished_at_s: float | None
     matched_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
     possible_tokens: int
 
 
@@ -206,6 +206,8 @@ class Metrics(Readings):
         self.num_possible_tokens = 0
         self.num_matched_tokens = 0
         self.num_cached_tokens = 0
+        self.num_told_tokens = 0
+        """Prompt tokens of requests whose engine told what its cache gave."""
         self.num_output_tokens = 0
         self.num_directory_degraded = 0
         self.ended: Counter[tuple[str, str]] = Counter()
@@ -271,6 +273,11 @@ class Metrics(Readings):
             lambda: self.num_cached_tokens,
         )
         self.add_counter(
+            "kvroute_cache_told_tokens",
+            "Prompt tokens of requests whose engine told what its cache gave, which cached tokens are a share of.",
+            lambda: self.num_told_tokens,
+        )
+        self.add_counter(
             "kvroute_generation_tokens", "Tokens of answers that were handed out.", lambda: self.num_output_tokens
         )
         self.add_distribution(
@@ -291,8 +298,12 @@ class Metrics(Readings):
         self.num_prompt_tokens += num_prompt_tokens
         self.num_possible_tokens += trace.possible_tokens
         self.num_matched_tokens += trace.matched_tokens
-        self.num_cached_tokens += trace.cached_tokens
-        self.prediction_error_tokens.note(trace.matched_tokens - trace.cached_tokens)
+
+    def note_cache(self, num_prompt_tokens: int, matched_tokens: int, cached_tokens: int) -> None:
+        """Count what the engine says its cache gave of a prompt, once it has said so."""
+        self.num_told_tokens += num_prompt_tokens
+        self.num_cached_tokens += cached_tokens
+        self.prediction_error_tokens.note(matched_tokens - cached_tokens)
 
     def note_next_tokens(self, num_tokens: int, gap_s: float) -> None:
         """Count tokens that came together, each with its share of the time since the tokens before."""

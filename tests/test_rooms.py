@@ -110,6 +110,7 @@ OWN_ARGUMENTS = {
     "strict",
     "summary",
     "system_prompt",
+    "tenant",
     "trace",
     "ttl_s",
     "url",

@@ -65,8 +65,10 @@ function keyed(parent, items, keyOf, create, update) {
 // Header, flags, figures.
 
 function showHead(view) {
-  const others = view.num_routers > 1 ? `, one of ${view.num_routers}` : "";
-  setText(byId("about"), `${view.model} · policy ${view.policy} · ${view.router}${others} · up ${duration(view.uptime_s)} · ${view.version}`);
+  const shown = view.routers.length;
+  const others = view.num_routers > shown ? ` of ${view.num_routers}` : "";
+  const whose = shown > 1 ? `${shown}${others} routers` : view.routers[0].router + (others && `, one${others}`);
+  setText(byId("about"), `${view.model} · policy ${view.policy} · ${whose} · up ${duration(view.uptime_s)} · ${view.version}`);
   document.title = `${adaptive(view.now.requests_per_s)} req/s · kvroute`;
   setText(byId("window"), number(view.window_s));
   keyed(byId("flags"), view.flags, (flag) => flag.name + flag.text,
@@ -208,7 +210,7 @@ function updateWorker(row, worker) {
   const told = blocks ? POOL.filter((kind) => blocks[kind]).map((kind) => `${number(blocks[kind])} ${kind === "running" ? "in use" : kind}`).join(" · ") : "not told yet";
   setText(text, told);
   bar.setAttribute("aria-label", `${number(worker.kv_total_blocks)} KV blocks: ${told}`);
-  setText(cells[5], percent(worker.hit_rate));
+  setText(cells[5], worker.is_cache_untold ? "not told" : percent(worker.hit_rate));
   setText(cells[6], number(worker.num_requests));
   setText(cells[7], duration(worker.status_age_s));
 }
@@ -217,6 +219,29 @@ function showWorkers(view) {
   keyed(byId("workers").tBodies[0], view.workers, (worker) => worker.worker, makeWorker, updateWorker);
   byId("workers").hidden = !view.workers.length;
   byId("no-workers").hidden = view.workers.length > 0;
+}
+
+// Routers, where there are several behind this address.
+
+let isOneOfSeveral = false;
+
+function showRouters(view) {
+  isOneOfSeveral = view.routers.length > 1;
+  byId("routers-section").hidden = !isOneOfSeveral;
+  if (!isOneOfSeveral) return;
+  const cell = (label) => make("td", { role: "cell", class: "num", "data-label": label });
+  keyed(byId("routers").tBodies[0], view.routers, (router) => router.router, (router) => make("tr", { role: "row" },
+    make("td", { role: "cell", class: "name" }, router.router), make("td", { role: "cell" }, make("span", { class: "state" })),
+    cell("Requests/s"), cell("TTFT p50"), cell("TTFT p95"), cell("From cache"), cell("Under way"), cell("Held"), cell("Ended"), cell("Up")),
+  (row, router) => {
+    const state = row.children[1].firstChild;
+    state.className = `state ${router.is_store_resting ? "bad" : "good"}`;
+    setText(state, router.is_store_resting ? "no store" : "store answers");
+    const now = router.now;
+    [adaptive(now.requests_per_s), duration(now.ttft_p50_s), duration(now.ttft_p95_s), percent(now.cached_share),
+      number(router.num_under_way), number(router.num_held), number(router.num_requests), duration(router.uptime_s),
+    ].forEach((text, index) => setText(row.children[index + 2], text));
+  });
 }
 
 // Hot prefixes.
@@ -251,6 +276,8 @@ function showGroups(view) {
 
 let isHeld = false;
 let decisions = [];
+// Each router counts its own.
+const nameOf = (decision) => `${decision.router}/${decision.number}`;
 
 function makeDecision(decision) {
   const time = new Date(decision.decided_at * 1000).toLocaleTimeString("en-GB");
@@ -270,7 +297,8 @@ function updateDecision(element, decision) {
   const [, , , cache, held, first] = element.firstChild.children;
   const tokens = decision.cached_tokens ?? decision.matched_tokens;
   const guessed = decision.cached_tokens == null ? " expected" : "";
-  setText(cache.firstChild, `${number(tokens)} of ${number(decision.num_prompt_tokens)}${guessed}`);
+  setText(cache.firstChild, decision.is_cache_untold ? "not told" : `${number(tokens)} of ${number(decision.num_prompt_tokens)}${guessed}`);
+  cache.lastChild.hidden = decision.is_cache_untold;
   cache.lastChild.firstChild.style.width = `${tokens / Math.max(1, decision.num_prompt_tokens) * 100}%`;
   setText(held, duration(decision.waited_s));
   setText(first, decision.ttft_s == null ? "…" : duration(decision.ttft_s));
@@ -289,10 +317,11 @@ function makeDetail(decision) {
     }))),
     make("td", { class: "num" }, cost(candidate.total)), make("td", { class: "num" }, number(candidate.matched_tokens)),
     ...terms.map((name) => make("td", { class: "num" }, cost(candidate.terms[name])))));
+  const router = isOneOfSeveral ? ` Decided by ${decision.router}.` : "";
   const attempt = decision.attempt > 1 ? ` This was attempt ${decision.attempt}.` : "";
   const more = decision.num_more ? ` ${number(decision.num_more)} more candidates cost more.` : "";
   return make("div", { class: "detail" },
-    make("p", { class: "why" }, `${decision.why}. An endless cache would have given ${number(decision.possible_tokens)} tokens.${attempt}${more}`),
+    make("p", { class: "why" }, `${decision.why}. An endless cache would have given ${number(decision.possible_tokens)} tokens.${attempt}${router}${more}`),
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Costs of request ${decision.request}` },
       make("table", {}, make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Worker"), make("th", { scope: "col" }, "Cost"),
         make("th", { scope: "col", class: "num" }, "total"), make("th", { scope: "col", class: "num" }, "matched"),
@@ -302,12 +331,12 @@ function makeDetail(decision) {
 function showDecisions(view) {
   if (!isHeld) {
     const open = new Set([...byId("decisions").children].filter((child) => child.open).map((child) => child.dataset.key));
-    const fresh = new Map(view.decisions.map((decision) => [decision.number, decision]));
-    const old = decisions.filter((decision) => !fresh.has(decision.number));
+    const fresh = new Set(view.decisions.map(nameOf));
+    const old = decisions.filter((decision) => !fresh.has(nameOf(decision)));
     const merged = [...view.decisions, ...old];
-    decisions = merged.filter((decision, index) => index < MOST_DECISIONS || open.has(String(decision.number)));
+    decisions = merged.filter((decision, index) => index < MOST_DECISIONS || open.has(nameOf(decision)));
   }
-  keyed(byId("decisions"), decisions, (decision) => decision.number, makeDecision, updateDecision);
+  keyed(byId("decisions"), decisions, nameOf, makeDecision, updateDecision);
   byId("no-decisions").hidden = decisions.length > 0;
 }
 
@@ -346,6 +375,7 @@ function show(view) {
   history = history.filter((point) => point.ends_at_s <= view.now.ends_at_s && view.now.ends_at_s - point.ends_at_s <= HISTORY_S);
   showHead(view);
   showTiles(view);
+  showRouters(view);
   showWorkers(view);
   showGroups(view);
   showDecisions(view);

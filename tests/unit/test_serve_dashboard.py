@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 from pathlib import Path
 
 from router.attach import attached_router, find_servers
 from router.batch_book import BatchBook
+from router.keys import KeyEntry
 from router.openai import Endpoint
 from router.overview import BatchJob
 from router.serve import make_front
@@ -60,6 +62,41 @@ async def test_front_of_the_serve_command_shows_the_dashboard_to_who_has_a_key(t
             assert told["worker"] == f"127.0.0.1:{server.port}"
     finally:
         await server.stop()
+
+
+async def test_prompt_is_explained_with_the_blocks_of_its_tenant_alone(tmp_path: Path) -> None:
+    server = await FakeVllm(FakeOptions()).start()
+    try:
+        settings = Settings(attach=(server.attach,), tokenizer=str(write_model_folder(tmp_path)))
+        entries = [KeyEntry(name="search", key="k" * 32), KeyEntry(name="ops", key="o" * 32, admin=True)]
+        text = "What goes where, and why does it go there? " * 4
+        async with attached_router(await find_servers(settings, nobody), nobody) as serving:
+            front = make_front(serving, entries)
+            body = {"model": settings.served_model_name or "tiny", "prompt": text, "max_tokens": 4}
+            assert (await ask(front, "/v1/completions", body, headers=bearer("k" * 32))).status == 200
+
+            async def matched(**fields: str) -> int:
+                asked = {"prompt": text, **fields}
+                told = (await ask(front, "/dashboard/explain", asked, headers=bearer("o" * 32))).json
+                count: int = told["candidates"][0]["matched_tokens"]
+                return count
+
+            async with asyncio.timeout(30.0):
+                while not await matched(tenant="search"):
+                    await asyncio.sleep(0.01)
+            assert await matched() == await matched(tenant="search", cache_salt="other") == 0
+            unknown = await ask(front, "/dashboard/explain", {"prompt": text, "tenant": "x"}, headers=bearer("o" * 32))
+            assert unknown.json["error"]["param"] == "tenant"
+            # Whoever guesses a tenant's prompt finds nothing of it, with its own key or with the salt by name.
+            guess = await ask(front, "/v1/completions", body, headers=bearer("o" * 32))
+            assert guess.headers["x-kvroute-matched-tokens"] == "0"
+            assert guess.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    finally:
+        await server.stop()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
 
 
 def nobody(line: str) -> None:

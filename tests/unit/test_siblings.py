@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.http import OWN_METRICS_PATH
-from router.http_server import serving_http
-from router.siblings import all_metrics, listen_for_siblings, merged_metrics
+from router.sibling_metrics import METRICS, all_metrics, merged_metrics
+from router.sibling_words import Place, telling_siblings
 from router.tokenizer import Tokenizer
 from shared.telemetry import Metrics
 from tests.support.fake_generate import FakeGenerate
@@ -44,21 +43,40 @@ def test_metrics_of_several_processes_are_one_text() -> None:
         assert len(family.samples) == 2 * len(alone[name].samples)
 
 
-async def test_front_tells_the_metrics_of_all_and_its_own(tokenizer: Tokenizer) -> None:
+async def test_front_tells_the_metrics_of_all(tokenizer: Tokenizer) -> None:
     async def all_of_them() -> bytes:
         return b"# all\n"
 
     front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, all_metrics=all_of_them)
     assert (await ask(front, "/metrics")).body == b"# all\n"
-    assert (await ask(front, OWN_METRICS_PATH)).body == b"# no metrics\n"
 
 
-async def test_process_that_does_not_answer_is_left_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, metrics=b"# HELP a b\na 1.0\n")
+async def test_process_that_does_not_answer_is_left_out_and_told_of(tmp_path: Path) -> None:
+    places = [Place(tmp_path, number, 3) for number in range(3)]
+
+    async def metrics() -> bytes:
+        return b"# HELP a b\na 1.0\n"
+
     with contextlib.ExitStack() as stack:
-        living = stack.enter_context(listen_for_siblings(tmp_path, 0))
-        silent = stack.enter_context(listen_for_siblings(tmp_path, 2))
+        living = stack.enter_context(places[0].listen())
+        silent = stack.enter_context(places[2].listen())
         assert silent.fileno() >= 0
-        async with serving_http(front, [living], front.limits), asyncio.timeout(30.0):
-            told = await all_metrics(tmp_path, 3)
-    assert told == b'# HELP a b\na{router="0"} 1.0\n'
+        async with telling_siblings(living, {METRICS: metrics}), asyncio.timeout(30.0):
+            told = await all_metrics(places[1], lambda: b"# HELP a b\na 2.0\n")
+    *families, up = text_string_to_metric_families(told.decode())
+    assert [(sample.labels, sample.value) for family in families for sample in family.samples] == [
+        ({"router": "0"}, 1.0),
+        ({"router": "1"}, 2.0),
+    ]
+    assert (up.name, up.type) == ("kvroute_router_up", "gauge")
+    assert [(sample.labels["router"], sample.value) for sample in up.samples] == [("0", 1.0), ("1", 1.0), ("2", 0.0)]
+
+
+async def test_sibling_that_asks_for_nonsense_gets_nothing(tmp_path: Path) -> None:
+    async def metrics() -> bytes:
+        return b"told"
+
+    with Place(tmp_path, 0, 2).listen() as listener:
+        async with telling_siblings(listener, {METRICS: metrics}), asyncio.timeout(30.0):
+            assert await Place(tmp_path, 1, 2).ask_others("nonsense") == {0: None}
+            assert await Place(tmp_path, 1, 2).ask_others(METRICS) == {0: b"told"}

@@ -89,6 +89,7 @@ def test_metrics_of_answered_failed_and_moved_requests() -> None:
         possible_tokens=80,
     )
     metrics.note_first_token(100, answered)
+    metrics.note_cache(100, 64, 48)
     metrics.note_next_tokens(4, 0.2)
     metrics.note_request("cost", "ok", answered)
     metrics.note_request("cost", "failed", RequestTrace(received_at_s=1.0))
@@ -112,6 +113,7 @@ def test_metrics_of_answered_failed_and_moved_requests() -> None:
         "kvroute_generation_tokens_total": 0,
         "kvroute_prompt_tokens_total": 100,
         "kvroute_cached_tokens_total": 48,
+        "kvroute_cache_told_tokens_total": 100,
         "kvroute_prediction_error_tokens_count": 1,
         "kvroute_directory_degraded_total": 1,
         'kvroute_failovers_total{stage="stream"}': 1,

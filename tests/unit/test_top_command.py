@@ -62,6 +62,7 @@ async def test_prompt_is_sent_to_the_front() -> None:
     assert json.loads(asked[0].partition(b"\r\n\r\n")[2]) == {
         "messages": [{"role": "user", "content": "hi"}],
         "cache_salt": "salt",
+        "tenant": "",
     }
 
 

@@ -109,6 +109,31 @@ def test_failover_stands_below_the_request_and_says_what_failed() -> None:
     run_virtual(scenario())
 
 
+def test_submit_that_came_too_late_is_a_refusal_and_no_failover() -> None:
+    async def scenario() -> None:
+        recorded = Recorded()
+        real = {"token_s": 0.01, "prefill_s_per_token": 0.0002, "step_budget_tokens": 512, "is_contended": True}
+        async with (
+            rack(1, **real) as workers,
+            workers.router() as one,
+            workers.router(tracing=recorded.tracing) as other,
+        ):
+            await asyncio.sleep(1.5)
+            answers = await asyncio.gather(
+                *(ask(router, "a", prompt(number, 3200, 0)) for number, router in enumerate((one, other)))
+            )
+            assert answers[1][1].num_refusals == 1
+        assert recorded.tree() == {
+            "": ["request"],
+            "request": ["refused", "match", "queue", "rank", "prefill", "decode"],
+            "refused": ["match", "queue", "rank", "submit"],
+        }
+        assert recorded.one("request").attributes["kvroute.attempts"] == 1
+        assert all(span.status.is_ok or span.status.is_unset for span in recorded.spans)
+
+    run_virtual(scenario())
+
+
 def test_request_that_found_no_worker_ends_with_an_error() -> None:
     async def scenario() -> None:
         recorded = Recorded()
