@@ -43,7 +43,7 @@ def fault_of(error: KvrouteError) -> Fault:
     if len(message) > MAX_FAULT_CHARS:
         # Engines quote what they refuse, of any size, and an oversized frame would cost the whole connection.
         message = message[:MAX_FAULT_CHARS] + "..."
-    return Fault(error.code, message, getattr(error, "retry_after_s", None))
+    return Fault(error.code, message, getattr(error, "retry_after_s", None), getattr(error, "param", None))
 
 
 def error_of(fault: Fault) -> KvrouteError:
@@ -53,4 +53,4 @@ def error_of(fault: Fault) -> KvrouteError:
         return EngineError(f"{fault.code}: {fault.message}")
     if issubclass(error_type, TransientError):
         return error_type(fault.message, retry_after_s=fault.retry_after_s)
-    return error_type(fault.message)
+    return error_type(fault.message, param=fault.param)
