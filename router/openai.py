@@ -303,12 +303,13 @@ def _sampling_options(endpoint: Endpoint, values: Mapping[str, Any]) -> dict[str
     options = {name: value for name, value in values.items() if name in _SAMPLING_CHECKS}
     logprobs = values.get("logprobs")
     if endpoint is Endpoint.COMPLETIONS:
-        options["logprobs"] = logprobs
+        options |= {} if logprobs is None else {"logprobs": logprobs}
     elif logprobs:
         options["logprobs"] = values.get("top_logprobs", 0)
     elif values.get("top_logprobs"):
         raise InvalidRequest("'top_logprobs' is only allowed where 'logprobs' is true.", param="top_logprobs")
-    options["json_schema"] = values.get("response_format", "")
+    if json_schema := values.get("response_format"):
+        options["json_schema"] = json_schema
     if options.get("top_k") == -1:
         options["top_k"] = 0  # vLLM's older word for no limit
     if options.get("top_p") == 0.0:
@@ -363,12 +364,13 @@ def _tool_options(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_grammar(parsed: ParsedRequest) -> None:
     """Raise where an answer that is held to a form is to be something else, too."""
     options, is_forced = parsed.sampling_options, parsed.tool_choice is ToolChoice.REQUIRED
-    if options["json_schema"] and is_forced:
+    has_schema = "json_schema" in options
+    if has_schema and is_forced:
         raise InvalidRequest(
             "'response_format' is of no use where 'tool_choice' has a tool called.", param="response_format"
         )
-    if options["json_schema"] or is_forced:
-        what = "response_format" if options["json_schema"] else "tool_choice"
+    if has_schema or is_forced:
+        what = "response_format" if has_schema else "tool_choice"
         # Where the form is complete nothing may follow but the end.
         for name in ("ignore_eos", "min_tokens"):
             if options.get(name):

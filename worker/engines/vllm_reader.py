@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages import MessagePart, ToolCallPart
 from shared.types import FinishReason, Reading, Sampling, ToolChoice
+from worker.engines import vllm_schema
+from worker.engines.vllm_sampling import check_schema
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -79,6 +81,7 @@ class AnswerReaders:
             )
         if self._parser_type is None:
             raise InvalidRequest("this worker has no parser to read answers with", param="messages")
+        check_schema(sampling)
         from pydantic import ValidationError
         from vllm.exceptions import VLLMClientError
 
@@ -212,12 +215,27 @@ def _chat_request(sampling: Sampling, reading: Reading) -> ChatCompletionRequest
     body: dict[str, Any] = {"messages": [], "parallel_tool_calls": reading.has_parallel_calls}
     if reading.tools:
         choice = {"type": "function", "function": {"name": reading.tool_name}}
-        body["tools"] = json.loads(reading.tools)
+        is_held = reading.tool_choice is ToolChoice.REQUIRED or bool(sampling.json_schema)
+        body["tools"] = [_checked_tool(index, tool, is_held) for index, tool in enumerate(json.loads(reading.tools))]
         body["tool_choice"] = choice if reading.tool_name else reading.tool_choice.value
     if sampling.json_schema:
         schema = json.loads(sampling.json_schema)
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return ChatCompletionRequest.model_validate(body)
+
+
+def _checked_tool(index: int, tool: dict[str, Any], is_held: bool) -> dict[str, Any]:
+    """A tool that says whether its arguments are held to their schema.
+
+    They are where the request says so (`strict`). Where it says nothing they are if a grammar is needed anyhow, for a
+    call that must come, and if vLLM can hold them to all of it.
+    """
+    function = tool["function"]
+    refusal = vllm_schema.refusal_of(function.get("parameters"))
+    if function.get("strict") and refusal is not None:
+        param = f"tools[{index}].function.parameters"
+        raise InvalidRequest(f"Invalid '{param}': of JSON Schema, where 'strict' is true, {refusal}.", param=param)
+    return {**tool, "function": {"strict": is_held and refusal is None, **function}}
 
 
 def _new_call_id() -> str:

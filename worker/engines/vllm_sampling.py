@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import EngineError, InvalidRequest
 from shared.messages import TokenLogprobs
 from shared.types import FinishReason, Sampling
+from worker.engines import vllm_schema
 
 if TYPE_CHECKING:
     from vllm.exceptions import VLLMClientError
@@ -27,6 +29,7 @@ def sampling_params(
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
+    check_schema(sampling)
     try:
         structured_outputs = StructuredOutputsParams(json=sampling.json_schema) if sampling.json_schema else None
         return SamplingParams(
@@ -52,6 +55,18 @@ def sampling_params(
         )
     except (VLLMClientError, ValueError) as error:
         raise InvalidRequest(str(error)) from error
+
+
+def check_schema(sampling: Sampling) -> None:
+    """Raises `InvalidRequest` for a schema of which vLLM would pass something over."""
+    if not sampling.json_schema:
+        return
+    try:
+        refusal = vllm_schema.refusal_of(json.loads(sampling.json_schema))
+    except (ValueError, RecursionError) as error:
+        refusal = f"is no JSON: {error}"
+    if refusal is not None:
+        raise InvalidRequest(f"Invalid 'response_format': of JSON Schema, {refusal}.", param="response_format")
 
 
 def refusal_of(error: VLLMClientError, sampling: Sampling) -> InvalidRequest:
