@@ -10,11 +10,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 from router.openai import ParsedRequest, Usage
-from router.requests import Generated, GenerateRequest, RequestTrace, ServiceClass
+from router.requests import Generated, GenerateRequest, RequestTrace, RichGenerated, ServiceClass
 from router.tokenizer import Detokenizer, Tokenizer
+from router.told import Message, Piece, TokenText, Whole
 from shared.errors import EngineError
 from shared.hashing import TOKEN_SIZE_BYTES
 from shared.types import FinishReason, RequestId
@@ -28,13 +29,6 @@ class Generate(Protocol):
         ...
 
 
-class Piece(NamedTuple):
-    """New text of one answer."""
-
-    text: str
-    finish: FinishReason | None
-
-
 @dataclass(slots=True)
 class Answer:
     """One answer under way. It is read once, by `pieces` or as a `whole`."""
@@ -42,6 +36,8 @@ class Answer:
     index: int
     request: GenerateRequest
     new_detokenizer: Callable[[], Detokenizer]
+    token_text: Callable[[int], str]
+    """Text of one token, for those that are told apart."""
     has_stop_strings: bool
     trace: RequestTrace = field(default_factory=RequestTrace)
     num_tokens: int = 0
@@ -50,10 +46,14 @@ class Answer:
     def again(self, request: RequestId) -> Answer:
         """The same, to be read once more under another name."""
         renamed = replace(self.request, request=request)
-        return Answer(self.index, renamed, self.new_detokenizer, self.has_stop_strings)
+        return Answer(self.index, renamed, self.new_detokenizer, self.token_text, self.has_stop_strings)
 
-    async def pieces(self, generate: Generate) -> AsyncGenerator[Piece, None]:
+    def pieces(self, generate: Generate) -> AsyncGenerator[Piece, None]:
         """Text as it becomes certain; the last piece has `finish`. Closing it early cancels the request."""
+        is_rich = self.request.sampling.tells_more
+        return self._rich_pieces(generate) if is_rich else self._plain_pieces(generate)
+
+    async def _plain_pieces(self, generate: Generate) -> AsyncGenerator[Piece, None]:
         detokenizer = self.new_detokenizer()
         is_over = False
         stream = cast("AsyncGenerator[Generated, None]", generate(self.request, self.trace))
@@ -77,32 +77,85 @@ class Answer:
         if not is_over:
             raise EngineError("the engine gave the request up")
 
-    async def whole(self, generate: Generate) -> tuple[str, FinishReason]:
+    async def _rich_pieces(self, generate: Generate) -> AsyncGenerator[Piece, None]:
+        """The same of an answer of which more is told than text, or whose text a worker reads."""
+        sampling = self.request.sampling
+        detokenizer = self.new_detokenizer() if sampling.reading is None else None
+        is_over = is_stopped = False
+        offset_chars = 0
+        stream = cast("AsyncGenerator[Generated, None]", generate(self.request, self.trace))
+        async with aclosing(stream):
+            async for generated in stream:
+                finish, text, num_before = generated.finish, "", self.num_tokens
+                more = generated if isinstance(generated, RichGenerated) else RichGenerated(generated.token_ids)
+                if detokenizer is None:
+                    self.num_tokens += len(generated.token_ids)
+                else:
+                    text = detokenizer.push(generated.token_ids, finish)
+                    self.num_tokens = detokenizer.num_tokens
+                    is_stopped = detokenizer.is_stopped
+                    finish = FinishReason.STOP if is_stopped else finish
+                if finish is FinishReason.ABORT:
+                    break
+                logprobs = None
+                if sampling.logprobs is not None:
+                    logprobs = self._token_texts(more, self.num_tokens - num_before, offset_chars)
+                    offset_chars += sum(len(token.text) for token in logprobs)
+                *early, last = more.parts or (None,)
+                for part in early:
+                    yield Piece("", None, part=part)
+                is_over = finish is not None
+                if is_over or text or logprobs or last is not None:
+                    yield Piece(text, finish, logprobs, last)
+                if is_stopped:
+                    return
+        if not is_over:
+            raise EngineError("the engine gave the request up")
+
+    def _token_texts(self, generated: RichGenerated, num_tokens: int, offset_chars: int) -> list[TokenText]:
+        """The first of the tokens, which are not behind a stop string, with their texts."""
+        found: list[TokenText] = []
+        for token_id, told in zip(generated.token_ids[:num_tokens], generated.logprobs, strict=False):
+            texts = map(self.token_text, told.top_token_ids)
+            top = tuple(zip(texts, told.top_logprobs, strict=True))
+            found.append(TokenText(self.token_text(token_id), told.logprob, top, offset_chars))
+            offset_chars += len(found[-1].text)
+        return found
+
+    async def whole(self, generate: Generate) -> Whole:
         """All of the text, and why it ended. Cancelling cancels the request."""
-        if self.has_stop_strings:
+        sampling = self.request.sampling
+        if self.has_stop_strings or sampling.tells_more:
             async with aclosing(self.pieces(generate)) as pieces:
                 found = [piece async for piece in pieces]
-            return "".join([piece.text for piece in found]), cast(FinishReason, found[-1].finish)
+            text, finish = "".join([piece.text for piece in found]), cast(FinishReason, found[-1].finish)
+            logprobs = message = None
+            if sampling.logprobs is not None:
+                logprobs = [token for piece in found for token in piece.logprobs or ()]
+            if sampling.reading is not None:
+                message = Message.of([piece.part for piece in found if piece.part is not None])
+                text = message.content
+            return Whole(text, finish, logprobs, message)
         # Nobody looks at the text before its end, so that it is made in one go.
         token_ids: list[int] = []
-        finish: FinishReason | None = None
+        finish_so_far: FinishReason | None = None
         stream = cast("AsyncGenerator[Generated, None]", generate(self.request, self.trace))
         async with aclosing(stream):
             async for generated in stream:
                 token_ids += generated.token_ids
-                finish = generated.finish
-        if finish is None or finish is FinishReason.ABORT:
+                finish_so_far = generated.finish
+        if finish_so_far is None or finish_so_far is FinishReason.ABORT:
             raise EngineError("the engine gave the request up")
         detokenizer = self.new_detokenizer()
-        text = detokenizer.push(token_ids, finish)
+        text = detokenizer.push(token_ids, finish_so_far)
         self.num_tokens = detokenizer.num_tokens
-        return text, finish
+        return Whole(text, finish_so_far)
 
 
 async def tokenise(parsed: ParsedRequest, tokenizer: Tokenizer, salt: str) -> list[bytes]:
     """Packed token ids of each prompt. Raises `InvalidRequest` for one that cannot be tokenised."""
     if parsed.messages is not None:
-        return [await tokenizer.tokens_of(messages=parsed.messages, salt=salt)]
+        return [await tokenizer.tokens_of(messages=parsed.messages, tools=parsed.tools, salt=salt)]
     return [await tokenizer.tokens_of(prompt=prompt, salt=salt) for prompt in parsed.prompts]
 
 
@@ -115,8 +168,11 @@ async def answers_to(
     salt: str,
     tenant: str = "",
     service_class: ServiceClass = ServiceClass.INTERACTIVE,
+    has_reasoning: bool = False,
 ) -> list[Answer]:
     """The answers that a request asks for, in the order of its prompts; requests are named after `name`.
+
+    `has_reasoning`: whether workers tell a chat's reasoning from its content.
 
     Raises:
         InvalidRequest: a prompt cannot be tokenised.
@@ -124,7 +180,7 @@ async def answers_to(
     """
     answers: list[Answer] = []
     for packed in await tokenise(parsed, tokenizer, salt):
-        sampling = parsed.sampling(len(packed) // TOKEN_SIZE_BYTES, max_model_len_tokens)
+        sampling = parsed.sampling(len(packed) // TOKEN_SIZE_BYTES, max_model_len_tokens, has_reasoning=has_reasoning)
         new_detokenizer = partial(
             tokenizer.detokenizer, packed, stop=parsed.stop, stop_token_ids=sampling.stop_token_ids
         )
@@ -140,7 +196,7 @@ async def answers_to(
                 tenant=tenant,
                 service_class=service_class,
             )
-            answers.append(Answer(index, request, new_detokenizer, bool(parsed.stop)))
+            answers.append(Answer(index, request, new_detokenizer, tokenizer.token_text, bool(parsed.stop)))
     return answers
 
 
@@ -155,7 +211,7 @@ def usage_of(answers: Sequence[Answer], num_choices: int) -> Usage:
     )
 
 
-async def all_wholes(answers: Sequence[Answer], generate: Generate) -> list[tuple[str, FinishReason]]:
+async def all_wholes(answers: Sequence[Answer], generate: Generate) -> list[Whole]:
     """Every answer's text and end. The first error ends all of them and is raised."""
     if len(answers) == 1:
         return [await answers[0].whole(generate)]

@@ -49,6 +49,8 @@ OF_OWN_WORKERS = frozenset(
         "gpus_per_worker",
         "dtype",
         "eviction",
+        "tool_call_parser",
+        "reasoning_parser",
         "engine_args",
         "redis_url",
     }

@@ -28,10 +28,11 @@ from router.openai import Endpoint, Usage, completion_body, parse_request
 from router.progress import Progress
 from router.requests import RequestTrace, ServiceClass
 from router.tokenizer import Tokenizer
+from router.told import Whole
 from shared.config import Settings
 from shared.errors import AttemptsExhausted, EngineError, KvrouteError, NoWorker, QueueFull, TransientError
 from shared.hashing import num_usable_blocks
-from shared.types import CacheScheme, FinishReason, RequestId
+from shared.types import CacheScheme, RequestId
 
 __all__ = [
     "BatchLimits",
@@ -162,6 +163,7 @@ async def run_prepared(
     progress: bool | None = None,
     progress_stream: TextIO | None = None,
     caller: Caller = ANYBODY,
+    has_reasoning: bool = False,
 ) -> BatchReport:
     """Run all rows that the output does not hold yet.
 
@@ -183,6 +185,7 @@ async def run_prepared(
         scheme=scheme,
         known_keys=KnownKeys(scheme),
         caller=caller,
+        has_reasoning=has_reasoning,
         served_model=prepared.served_model,
         max_model_len_tokens=max_model_len_tokens,
         rng=rng,
@@ -248,6 +251,8 @@ class _Run:
     known_keys: KnownKeys
     caller: Caller
     """Whose rows they are."""
+    has_reasoning: bool
+    """Whether workers tell a chat's reasoning from its content."""
     served_model: str
     max_model_len_tokens: int
     rng: random.Random
@@ -327,8 +332,9 @@ class _Run:
             salt=self.caller.salted(parsed.cache_salt),
             tenant=self.caller.tenant,
             service_class=self.service_class,
+            has_reasoning=self.has_reasoning,
         )
-        answer, text, finish = await self._generate_insisting(answer)
+        answer, whole = await self._generate_insisting(answer)
         usage = usage_of([answer], num_choices=1)
         prefix = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
         body = completion_body(
@@ -336,12 +342,12 @@ class _Run:
             response_id=f"{prefix}-{self.name}-{row.key}",
             model=parsed.model,
             created=int(time.time()),
-            answers=[(text, finish)],
+            answers=[whole],
             usage=usage,
         )
-        return _Result(answer, text, usage, body)
+        return _Result(answer, whole.text, usage, body)
 
-    async def _generate_insisting(self, answer: Answer) -> tuple[Answer, str, FinishReason]:
+    async def _generate_insisting(self, answer: Answer) -> tuple[Answer, Whole]:
         """Generate, and again from the start after a transient error, as often as the limits allow."""
         base = answer.request.request
         num_failed = 0
@@ -368,10 +374,10 @@ class _Run:
         wait_s = min(self.limits.backoff_s * 2.0 ** (attempt - 1), self.limits.max_backoff_s)
         return wait_s * self.rng.uniform(0.5, 1.0)
 
-    async def _generate_once(self, answer: Answer) -> tuple[Answer, str, FinishReason]:
+    async def _generate_once(self, answer: Answer) -> tuple[Answer, Whole]:
         answer.trace.received_at_s = asyncio.get_running_loop().time()
         try:
-            return answer, *await answer.whole(self.generate)
+            return answer, await answer.whole(self.generate)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise

@@ -86,6 +86,7 @@ async def run_rows(
         service_class=ServiceClass.INTERACTIVE if serving.actors else ServiceClass.BATCH,
         on_row=on_row,
         progress=progress,
+        has_reasoning=bool(settings.reasoning_parser),
     )
 
 

@@ -46,6 +46,8 @@ class BatchRuns:
     limits: BatchLimits
     caller_of: Callable[[str], Caller | None]
     """Whom a tenant's requests come from; `None` for a tenant that is gone."""
+    has_reasoning: bool = False
+    """Whether workers tell a chat's reasoning from its content."""
 
 
 class BatchService:
@@ -158,6 +160,7 @@ class BatchService:
                 progress=False,
                 caller=caller,
                 service_class=ServiceClass.BATCH,
+                has_reasoning=self._runs.has_reasoning,
             )
         if not report.is_interrupted:
             await self._finish(record, "completed")

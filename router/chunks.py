@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import orjson
 
 from router.openai import Endpoint, Usage
+from router.told import TokenText, delta_body, tokens_body
+from shared.messages import MessagePart
 from shared.types import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -37,8 +42,17 @@ class Chunks:
         delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
         return self._head + delta + self._tail
 
-    def piece(self, index: int, text: str, finish: FinishReason | None) -> bytes:
+    def piece(
+        self,
+        index: int,
+        text: str,
+        finish: FinishReason | None,
+        logprobs: Sequence[TokenText] | None = None,
+        part: MessagePart | None = None,
+    ) -> bytes:
         """New text, and with the last of it a second chunk that says why it ended."""
+        if logprobs is not None or part is not None:
+            return self._rich(index, text, finish, logprobs, part)
         if finish is None:
             return self._text(index, text)
         if not self._is_chat:
@@ -49,6 +63,27 @@ class Chunks:
     def usage(self, usage: Usage) -> bytes:
         """The chunk without choices that tells the token counts."""
         return self._head + b'],"usage":' + orjson.dumps(usage.as_body()) + b"}\n\n"
+
+    def _rich(
+        self,
+        index: int,
+        text: str,
+        finish: FinishReason | None,
+        logprobs: Sequence[TokenText] | None,
+        part: MessagePart | None,
+    ) -> bytes:
+        """The same of text that comes with more: there are few of these, so that each is encoded as a whole."""
+        choice: dict[str, Any] = {"index": index}
+        if not self._is_chat:
+            choice["text"] = text
+        elif part is not None:
+            choice["delta"] = delta_body(part)
+        else:
+            choice["delta"] = {"content": text} if text else {}
+        choice["logprobs"] = None if logprobs is None else tokens_body(logprobs, is_chat=self._is_chat)
+        choice["finish_reason"] = finish if finish is not None and not self._is_chat else None
+        told = self._head + orjson.dumps(choice) + self._tail
+        return told + self.piece(index, "", finish) if finish is not None and self._is_chat else told
 
     def _text(self, index: int, text: str) -> bytes:
         if index == 0:

@@ -13,11 +13,14 @@ _FORGETFUL = frozenset({"max_tokens", "temperature", "top_p", "top_k", "min_p", 
 """Fields that act on each token alone, or that `continued` settles. Every other field is taken for one that looks at
 where the answer began, as penalties and `min_tokens` do, unless it has its default."""
 
+_FIELD_TO_PARAM = {"json_schema": "response_format", "reading": "tools or reasoning"}
+"""Fields whose names callers do not know, with what they know."""
+
 
 def reasons_against_continuing(sampling: Sampling) -> tuple[str, ...]:
-    """The fields that would make another engine go on differently, in the order of `Sampling`."""
+    """The fields that would make another engine go on differently, in the order of `Sampling`, as callers know them."""
     return tuple(
-        field.name
+        _FIELD_TO_PARAM.get(field.name, field.name)
         for field in dataclasses.fields(Sampling)
         if field.name not in _FORGETFUL
         and getattr(sampling, field.name) != field.default
@@ -37,7 +40,8 @@ def can_continue(sampling: Sampling) -> bool:
 
 def finish_at_border(sampling: Sampling, sent: Sequence[int]) -> FinishReason | None:
     """How an answer has ended whose last token arrived and whose end did not; `None` where it has not ended."""
-    if not sent:
+    if not sent or sampling.reading is not None:
+        # What a worker would have read at the end is lost with it.
         return None
     if sent[-1] in sampling.stop_token_ids:
         return FinishReason.STOP

@@ -57,9 +57,20 @@ class Backend:
     state_to_count: Callable[[], Mapping[str, int]]
     """Workers by state, as `Fleet` tells them."""
     render_metrics: Callable[[], bytes]
+    has_reasoning: bool = False
+    """Whether workers tell a chat's reasoning from its content."""
 
     @classmethod
-    def over(cls, router: Router, tokenizer: Tokenizer, model: str, max_model_len_tokens: int, policy: str) -> Backend:
+    def over(
+        cls,
+        router: Router,
+        tokenizer: Tokenizer,
+        model: str,
+        max_model_len_tokens: int,
+        policy: str,
+        *,
+        has_reasoning: bool = False,
+    ) -> Backend:
         """A router in this process."""
         return cls(
             model=model,
@@ -69,6 +80,7 @@ class Backend:
             policy=policy,
             state_to_count=router.fleet.state_to_count,
             render_metrics=router.render_metrics,
+            has_reasoning=has_reasoning,
         )
 
 
@@ -245,6 +257,7 @@ class Front:
             max_model_len_tokens=backend.max_model_len_tokens,
             salt=caller.salted(parsed.cache_salt),
             tenant=caller.tenant or parsed.user or "",
+            has_reasoning=backend.has_reasoning,
         )
         traceparent = call.headers.get(b"traceparent", b"").decode("latin-1")
         for answer in answers:
@@ -274,9 +287,9 @@ class Front:
         told = b"".join([chunks.first(answer.index) for answer in answers])
         if len(answers) == 1:
             async with aclosing(answers[0].pieces(generate)) as pieces:
-                async for text, finish in pieces:
-                    told += chunks.piece(0, text, finish)
-                    if finish is None:
+                async for piece in pieces:
+                    told += chunks.piece(0, *piece)
+                    if piece.finish is None:
                         await self._send_events(call, answers[0], told)
                         told = b""
         else:

@@ -1,7 +1,7 @@
 """OpenAI's request and response bodies: parsed and checked on the way in, built on the way out.
 
 What is not supported is refused by the name of its field and never done by half. Knows nothing of tokens' text, HTTP
-or files; streamed answers are `router.chunks`' business.
+or files; a chat's messages and tools are `router.chat`'s business, streamed answers that of `router.chunks`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from router import fields
+from router import chat, fields
+from router.schemas import as_json, response_format
+from router.told import Whole, message_body, tokens_body
 from shared.errors import ContextTooLong, InvalidRequest, ModelNotFound
-from shared.types import FinishReason, Sampling
+from shared.types import Reading, Sampling, ToolChoice
 
-MAX_MESSAGES = 16_384
 MAX_CHOICES = 128
 """Most answers to one prompt, as at OpenAI."""
 MAX_SEQUENCES = 1024
 """Most answers to all prompts of one request."""
 MAX_REPETITION_PENALTY = 10.0
 """Far over what still gives text; engines name no bound of their own."""
+MAX_TOP_LOGPROBS = 20
+"""As in vLLM, and at OpenAI for chats."""
 
 
 class Endpoint(StrEnum):
@@ -54,14 +57,19 @@ class ParsedRequest:
     is_streamed: bool = False
     wants_usage: bool = False
     """Whether a streamed answer ends with its token counts."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: ToolChoice = ToolChoice.NONE
+    tool_name: str = ""
+    """The one tool to be called, where a tool is `REQUIRED`; empty for any."""
+    has_parallel_calls: bool = True
 
     @property
     def prompt(self) -> str | tuple[int, ...] | None:
         """The only prompt of a request that has no messages."""
         return self.prompts[0] if self.prompts else None
 
-    def sampling(self, num_prompt_tokens: int, max_model_len_tokens: int) -> Sampling:
-        """How to sample after a prompt of this length.
+    def sampling(self, num_prompt_tokens: int, max_model_len_tokens: int, *, has_reasoning: bool = False) -> Sampling:
+        """How to sample after a prompt of this length; `has_reasoning`: whether workers tell reasoning from content.
 
         Raises:
             ContextTooLong: prompt and answer do not fit, in OpenAI's words.
@@ -84,7 +92,20 @@ class ParsedRequest:
                 f"Please reduce the length of the {subject} or completion.",
                 param=param,
             )
-        return Sampling(max_tokens=max_tokens, **self.sampling_options)
+        return Sampling(max_tokens=max_tokens, **self.sampling_options, reading=self._reading(has_reasoning))
+
+    def _reading(self, has_reasoning: bool) -> Reading | None:
+        """How a worker is to read the answer; `None` where its text is all there is."""
+        if self.endpoint is not Endpoint.CHAT or (self.tool_choice is ToolChoice.NONE and not has_reasoning):
+            return None
+        return Reading(
+            tools=as_json(self.tools, "tools") if self.tools else "",
+            tool_choice=self.tool_choice,
+            tool_name=self.tool_name,
+            has_parallel_calls=self.has_parallel_calls,
+            is_streamed=self.is_streamed,
+            stop=self.stop,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +145,8 @@ def parse_request(
         raise ModelNotFound(f"The model '{model}' does not exist; this is '{served_model}'.", param="model")
     own_field = "messages" if endpoint is Endpoint.CHAT else "prompt"
     _refuse_unsupported(endpoint, given, own_field, allow_stream=allow_stream, allow_several=allow_several)
-    values = {name: _CHECKS[name](value, name) for name, value in given.items() if name in _CHECKS}
+    checks = _CHECKS[endpoint]
+    values = {name: checks[name](value, name) for name, value in given.items() if name in checks}
     subject = fields.required(given, own_field)
     is_streamed = values.get("stream", False)
     if "stream_options" in values and not is_streamed:
@@ -132,10 +154,10 @@ def parse_request(
     parsed = ParsedRequest(
         endpoint=endpoint,
         model=model,
-        messages=_messages(subject) if endpoint is Endpoint.CHAT else None,
+        messages=chat.messages(subject) if endpoint is Endpoint.CHAT else None,
         prompts=_prompts(subject, allow_several=allow_several) if endpoint is Endpoint.COMPLETIONS else (),
         max_tokens=_max_tokens(endpoint, values),
-        sampling_options=_sampling_options(values),
+        sampling_options=_sampling_options(endpoint, values),
         stop=values.get("stop", ()),
         cache_salt=values.get("cache_salt", ""),
         user=values.get("user"),
@@ -143,6 +165,7 @@ def parse_request(
         num_choices=values.get("n", 1),
         is_streamed=is_streamed,
         wants_usage=values.get("stream_options", False),
+        **_tool_options(values),
     )
     if len(parsed.prompts) * parsed.num_choices > MAX_SEQUENCES:
         raise InvalidRequest(
@@ -153,6 +176,7 @@ def parse_request(
     min_tokens = parsed.sampling_options.get("min_tokens", 0)
     if parsed.max_tokens is not None and min_tokens > parsed.max_tokens:
         raise InvalidRequest(f"min_tokens ({min_tokens}) is over max_tokens ({parsed.max_tokens})", param="min_tokens")
+    _check_grammar(parsed)
     return parsed
 
 
@@ -162,7 +186,7 @@ def completion_body(
     response_id: str,
     model: str,
     created: int,
-    answers: Sequence[tuple[str, FinishReason]],
+    answers: Sequence[Whole],
     usage: Usage,
 ) -> dict[str, Any]:
     """Body of a `chat.completion` or `text_completion` object. `created` is in Unix seconds."""
@@ -170,11 +194,11 @@ def completion_body(
     choices = [
         {
             "index": index,
-            **({"message": {"role": "assistant", "content": text, "refusal": None}} if is_chat else {"text": text}),
-            "logprobs": None,
-            "finish_reason": finish.value,
+            **({"message": message_body(answer)} if is_chat else {"text": answer.text}),
+            "logprobs": None if answer.logprobs is None else tokens_body(answer.logprobs, is_chat=is_chat),
+            "finish_reason": answer.finish.value,
         }
-        for index, (text, finish) in enumerate(answers)
+        for index, answer in enumerate(answers)
     ]
     return {
         "id": response_id,
@@ -202,11 +226,11 @@ _SAMPLING_CHECKS: Mapping[str, fields.Check] = {
     "ignore_eos": fields.flag,
     "stop_token_ids": fields.stop_token_ids,
 }
-_CHECKS: Mapping[str, fields.Check] = {
+_COMMON_CHECKS: Mapping[str, fields.Check] = {
     **_SAMPLING_CHECKS,
     "max_tokens": fields.integer(1),
-    "max_completion_tokens": fields.integer(1),
     "stop": fields.stop_strings,
+    "response_format": response_format,
     "cache_salt": fields.label,
     "user": fields.label,
     "priority": fields.integer(-(1 << 31), (1 << 31) - 1),
@@ -214,6 +238,18 @@ _CHECKS: Mapping[str, fields.Check] = {
     "n": fields.integer(1, MAX_CHOICES),
     "stream": fields.flag,
     "stream_options": fields.stream_options,
+}
+_CHECKS: Mapping[Endpoint, Mapping[str, fields.Check]] = {
+    Endpoint.CHAT: {
+        **_COMMON_CHECKS,
+        "max_completion_tokens": fields.integer(1),
+        "logprobs": fields.flag,
+        "top_logprobs": fields.integer(0, MAX_TOP_LOGPROBS),
+        "tools": chat.tools,
+        "tool_choice": chat.tool_choice,
+        "parallel_tool_calls": fields.flag,
+    },
+    Endpoint.COMPLETIONS: {**_COMMON_CHECKS, "logprobs": fields.integer(0, MAX_TOP_LOGPROBS)},
 }
 # Fields that are known and not supported, with the values that ask for nothing.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -223,36 +259,27 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "function_call": (),
     "functions": (),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "n": (1,),
-    "parallel_tool_calls": (),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_options": (),
     "suffix": (),
-    "tool_choice": (),
-    "tools": (),
-    "top_logprobs": (),
     "verbosity": (),
     "web_search_options": (),
 }
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id")
 
 
 def _refuse_unsupported(
     endpoint: Endpoint, given: Mapping[str, Any], own_field: str, *, allow_stream: bool, allow_several: bool
 ) -> None:
     """Raise for the first field that is unknown or asks for what is not done."""
+    checks = _CHECKS[endpoint]
     for name, value in given.items():
         is_refused = (name == "n" and not allow_several) or (name == "stream_options" and not allow_stream)
-        if name in ("model", own_field) or (name in _CHECKS and not is_refused):
-            if name == "max_completion_tokens" and endpoint is not Endpoint.CHAT:
-                raise InvalidRequest(f"Unrecognized request argument supplied: {name}", param=name)
+        if name in ("model", own_field) or (name in checks and not is_refused):
             if name == "stream" and fields.flag(value, name) and not allow_stream:
                 raise InvalidRequest("'stream' is not supported in a batch.", param=name)
         elif name not in _UNSUPPORTED:
@@ -274,8 +301,17 @@ def _max_tokens(endpoint: Endpoint, values: Mapping[str, Any]) -> int | None:
     return DEFAULT_COMPLETION_TOKENS if endpoint is Endpoint.COMPLETIONS else None
 
 
-def _sampling_options(values: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling_options(endpoint: Endpoint, values: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in values.items() if name in _SAMPLING_CHECKS}
+    logprobs = values.get("logprobs")
+    if endpoint is Endpoint.COMPLETIONS:
+        options |= {} if logprobs is None else {"logprobs": logprobs}
+    elif logprobs:
+        options["logprobs"] = values.get("top_logprobs", 0)
+    elif values.get("top_logprobs"):
+        raise InvalidRequest("'top_logprobs' is only allowed where 'logprobs' is true.", param="top_logprobs")
+    if json_schema := values.get("response_format"):
+        options["json_schema"] = json_schema
     if options.get("top_k") == -1:
         options["top_k"] = 0  # vLLM's older word for no limit
     if options.get("top_p") == 0.0:
@@ -304,48 +340,40 @@ def _prompt(value: Any, param: str) -> str | tuple[int, ...]:
     return prompt
 
 
-def _messages(value: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(value, list):
-        raise fields.wrong_type(value, "messages", "an array of objects")
-    if not 1 <= len(value) <= MAX_MESSAGES:
-        raise InvalidRequest(f"Invalid 'messages': must have 1 to {MAX_MESSAGES} items.", param="messages")
-    return tuple([_message(item, f"messages[{index}]") for index, item in enumerate(value)])
-
-
-def _message(value: Any, param: str) -> dict[str, Any]:
-    given = {name: item for name, item in fields.mapping(value, param).items() if item is not None}
-    for name in ("role", "content"):
-        fields.required(given, name, f"{param}.{name}")
-    if given["role"] not in _ROLES:
+def _tool_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked of tools, as fields of `ParsedRequest`. Without a choice the model may call any, as at OpenAI."""
+    tools = values.get("tools", ())
+    choice, name = values.get("tool_choice", (ToolChoice.AUTO if tools else ToolChoice.NONE, ""))
+    if not tools and choice is not ToolChoice.NONE:
+        raise InvalidRequest("'tool_choice' is only allowed where there are 'tools'.", param="tool_choice")
+    if not tools and "parallel_tool_calls" in values:
         raise InvalidRequest(
-            f"Invalid '{param}.role': {fields.brief(given['role'])} is none of {', '.join(map(repr, _ROLES))}.",
-            param=f"{param}.role",
+            "'parallel_tool_calls' is only allowed where there are 'tools'.", param="parallel_tool_calls"
         )
-    for name in given:
-        if name not in _MESSAGE_FIELDS:
-            unknown = f"{param}.{fields.brief_name(name)}"
-            raise InvalidRequest(f"'{unknown}' is not supported.", param=unknown)
-    message = {name: fields.text(given[name], f"{param}.{name}") for name in given if name != "content"}
-    message["content"] = _content(given["content"], f"{param}.content")
-    return message
-
-
-def _content(value: Any, param: str) -> str:
-    if isinstance(value, str):
-        return fields.text(value, param)
-    if not isinstance(value, list):
-        raise fields.wrong_type(value, param, "a string or an array of text parts")
-    return "\n".join([_text_part(part, f"{param}[{index}]") for index, part in enumerate(value)])
-
-
-def _text_part(value: Any, param: str) -> str:
-    part = fields.mapping(value, param)
-    if part.get("type") != "text":
+    if name and all(tool["function"]["name"] != name for tool in tools):
         raise InvalidRequest(
-            f"'{param}.type' {fields.brief(part.get('type'))} is not supported; only 'text' is.", param=f"{param}.type"
+            f"Invalid 'tool_choice.function.name': {fields.brief(name)} is none of the tools.",
+            param="tool_choice.function.name",
         )
-    for name in part:
-        if name not in ("type", "text"):
-            unknown = f"{param}.{fields.brief_name(name)}"
-            raise InvalidRequest(f"'{unknown}' is not supported.", param=unknown)
-    return fields.text(part.get("text"), f"{param}.text")
+    return {
+        "tools": tools,
+        "tool_choice": choice,
+        "tool_name": name,
+        "has_parallel_calls": values.get("parallel_tool_calls", True),
+    }
+
+
+def _check_grammar(parsed: ParsedRequest) -> None:
+    """Raise where an answer that is held to a form is to be something else, too."""
+    options, is_forced = parsed.sampling_options, parsed.tool_choice is ToolChoice.REQUIRED
+    has_schema = "json_schema" in options
+    if has_schema and is_forced:
+        raise InvalidRequest(
+            "'response_format' is of no use where 'tool_choice' has a tool called.", param="response_format"
+        )
+    if has_schema or is_forced:
+        what = "response_format" if has_schema else "tool_choice"
+        # Where the form is complete nothing may follow but the end.
+        for name in ("ignore_eos", "min_tokens"):
+            if options.get(name):
+                raise InvalidRequest(f"'{name}' is not supported together with '{what}'.", param=name)

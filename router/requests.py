@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from shared.hashing import TOKEN_SIZE_BYTES
+from shared.messages import MessagePart, TokenLogprobs
 from shared.types import FinishReason, RequestId, Sampling, WorkerId
 
 _AFTER_ALL_INTERACTIVE = 1 << 31
@@ -66,6 +67,16 @@ class Generated:
 
     token_ids: tuple[int, ...]
     finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RichGenerated(Generated):
+    """New tokens of a request of which more is told than tokens."""
+
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, where they are asked for."""
+    parts: tuple[MessagePart, ...] = ()
+    """What has become certain with these tokens, where a worker reads the answer."""
 
 
 @dataclass(slots=True)

@@ -117,7 +117,14 @@ def make_front(
     ring = _key_ring(settings, entries, 1 if place is None else place.num_processes)
     policy = settings.policy.partition(":")[0]
     max_model_len_tokens = serving.max_model_len_tokens
-    backend = Backend.over(serving.router, serving.tokenizer, settings.model_name, max_model_len_tokens, policy)
+    backend = Backend.over(
+        serving.router,
+        serving.tokenizer,
+        settings.model_name,
+        max_model_len_tokens,
+        policy,
+        has_reasoning=bool(settings.reasoning_parser),
+    )
     limits = Limits(max_body_bytes=max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * max_model_len_tokens))
     dashboard = dashboard_of(serving, ring, None if files is None else files[1], lambda: front.is_draining, place)
     front = Front(
@@ -146,6 +153,7 @@ def make_batch_service(
         max_model_len_tokens=serving.max_model_len_tokens,
         limits=BatchLimits(serving.num_in_flight(_IN_FLIGHT_PER_SEQ)),
         caller_of=_key_ring(settings, entries, 1).caller_of,
+        has_reasoning=bool(settings.reasoning_parser),
     )
     return BatchService(runs, *files, random.Random(settings.seed))
 

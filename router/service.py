@@ -21,7 +21,7 @@ from router.metrics import expose_router
 from router.policies.base import Policy
 from router.queue import HoldQueue, Placement
 from router.request_log import RequestLog
-from router.requests import Attempt, Generated, GenerateRequest, RequestTrace
+from router.requests import Attempt, Generated, GenerateRequest, RequestTrace, RichGenerated
 from router.tracing import Tracing
 from router.watch import Watch
 from shared.directory.base import Directory, Match
@@ -38,6 +38,7 @@ from shared.errors import (
     WorkerLost,
     WorkerSilent,
 )
+from shared.messages import RichDelta
 from shared.telemetry import Metrics
 from shared.types import BlockKey, CacheScheme, FinishReason, RouterId, WorkerId
 
@@ -350,7 +351,10 @@ class Router:
                         yield Generated(delta.token_ids)
                         break
                     is_whole = delta.finish is not None
-                    yield Generated(delta.token_ids, delta.finish)
+                    if isinstance(delta, RichDelta):
+                        yield RichGenerated(delta.token_ids, delta.finish, delta.logprobs, delta.parts)
+                    else:
+                        yield Generated(delta.token_ids, delta.finish)
             if not is_whole:
                 raise EngineError("the engine gave the request up")
         finally:

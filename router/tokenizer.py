@@ -189,6 +189,12 @@ class Tokenizer:
         """Text of token ids, without special tokens."""
         return self._raw.decode(token_ids, skip_special_tokens=True)
 
+    def token_text(self, token_id: int) -> str:
+        """Text that one token adds within an answer, special tokens included; incomplete characters are U+FFFD."""
+        # The second of two: decoders take a leading space off the first token.
+        once, twice = (self._raw.decode([token_id] * times, skip_special_tokens=False) for times in (1, 2))
+        return twice[len(once) :] if twice.startswith(once) else once
+
     def detokenizer(
         self,
         prompt_token_ids: Sequence[int] | bytes = (),

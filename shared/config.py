@@ -68,6 +68,13 @@ class Settings(BaseModel):
     )
     dtype: str = Field("auto", description="Weights' and cache's type, as vLLM names it.")
     eviction: EvictionName = Field("adaptive", description="Which cached blocks go first; stock: vLLM's own pool.")
+    tool_call_parser: str = Field(
+        "",
+        description="vLLM's parser of the model's calls of tools; default: none, and requests with tools are refused.",
+    )
+    reasoning_parser: str = Field(
+        "", description="vLLM's parser of the model's reasoning; default: none, and reasoning is content like all else."
+    )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="Further vLLM engine arguments, as JSON.")
 
     redis_url: str = Field("", description="Store of the directory; default: an embedded server.")
@@ -139,6 +146,8 @@ class Settings(BaseModel):
             )
         if self.engine == "simulator" and self.eviction == "stock":
             raise ValueError("eviction 'stock' is vLLM's own pool, which a simulated engine has not")
+        if self.engine == "simulator" and (self.tool_call_parser or self.reasoning_parser):
+            raise ValueError("tool_call_parser and reasoning_parser are vLLM's own, which a simulated engine has not")
         if self.kv_cache_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("kv_cache_blocks and kv_cache_bytes exclude each other")
         return self

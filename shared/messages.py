@@ -110,6 +110,8 @@ class Fault:
     code: str
     message: str
     retry_after_s: float | None = None
+    param: str | None = None
+    """The request's field that is at fault, where there is one."""
 
 
 @dataclass(slots=True)
@@ -132,6 +134,47 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely one token was, and which were likeliest in its place. Logarithms are natural, and finite."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    """The likeliest first."""
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPart:
+    """New text of one call of a tool."""
+
+    index: int
+    """Of the call within its answer."""
+    arguments: str = ""
+    id: str = ""
+    """Told with the call's first part, as the name is."""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MessagePart:
+    """New text of an answer that the worker reads, by what it is."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallPart, ...] = ()
+
+
+@dataclass(slots=True)
+class RichDelta(Delta):
+    """A delta of an answer of which more is told than tokens."""
+
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, where they are asked for."""
+    parts: tuple[MessagePart, ...] = ()
+    """What has become certain with these tokens, where the worker reads the answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """Worker to router: one engine step's news for this router. `number` counts frames of a session from 1."""
 
@@ -141,6 +184,8 @@ class Frame:
     """Last submit of this session that the status accounts for."""
     deltas: tuple[Delta, ...] = ()
     status: WorkerStatus | None = None
+    rich_deltas: tuple[RichDelta, ...] = ()
+    """Of other requests than `deltas`: a request has one kind or the other."""
 
 
 @dataclass(frozen=True, slots=True)

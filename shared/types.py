@@ -31,6 +31,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    TOOL_CALLS = "tool_calls"
+    """It stopped, and what it said are calls of tools. No engine ends so: whoever reads the answer tells it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,41 @@ class EventBatch:
     removed: tuple[BlockKey, ...]
 
 
+class ToolChoice(StrEnum):
+    """Whether an answer calls tools, in OpenAI's words."""
+
+    NONE = "none"
+    AUTO = "auto"
+    """As the model likes."""
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a worker reads the text of a chat's answer: what of it is reasoning, what is content, what calls tools.
+
+    Who reads needs the engine's own parsers, so that for these answers the worker has the text, too.
+    """
+
+    tools: str = ""
+    """The request's tools as a JSON array; empty where there are none."""
+    tool_choice: ToolChoice = ToolChoice.NONE
+    tool_name: str = ""
+    """The one tool to be called, where the choice is `REQUIRED`; empty for any."""
+    has_parallel_calls: bool = True
+    """Whether one answer may call several tools."""
+    is_streamed: bool = False
+    """Whether somebody wants parts as they come; otherwise the answer is read once, as a whole."""
+    stop: tuple[str, ...] = ()
+    """Stop strings, which act on the text as the model writes it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one sequence. Stop *strings* are the router's business, since it owns detokenising."""
+    """How to sample one sequence, and what to tell of it.
+
+    Stop *strings* are the router's business, since it owns detokenising, but for answers that a worker reads.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -118,6 +152,18 @@ class Sampling:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    """How many of the likeliest tokens are told beside each token, with logarithms of probabilities; 0 for the token's
+    own alone, `None` for nothing."""
+    json_schema: str = ""
+    """JSON Schema, as JSON, that the answer is held to; empty for any text."""
+    reading: Reading | None = None
+    """`None` for an answer that is told as tokens alone."""
+
+    @property
+    def tells_more(self) -> bool:
+        """Whether more is told of the answer than its tokens."""
+        return self.logprobs is not None or self.reading is not None
 
     @property
     def is_greedy(self) -> bool:

@@ -253,6 +253,8 @@ def _make_vllm(settings: Settings, scheme: CacheScheme, folder: Path, on_blocks:
         tensor_parallel_size=settings.tensor_parallel_size,
         dtype=settings.dtype,
         eviction=settings.eviction,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
         engine_args=settings.engine_args,
         seed=settings.seed,
         start_timeout_s=settings.start_timeout_s,

@@ -13,7 +13,7 @@ from shared.messages import Submit
 from shared.transport.faults import fault_of
 from shared.transport.session import RequestKey, Session
 from shared.types import FinishReason, RequestId
-from worker.engines.base import Engine, EngineDelta, EngineRequest
+from worker.engines.base import Engine, EngineDelta, EngineRequest, RichEngineDelta
 from worker.prefill_backlog import PrefillBacklog, Prompt
 
 _logger = logging.getLogger(__name__)
@@ -186,6 +186,8 @@ class EngineRequests:
             finish=delta.finish,
             cached_tokens=delta.cached_tokens,
         )
+        if isinstance(delta, RichEngineDelta):
+            live.session.add_more(live.key, delta.logprobs, delta.parts)
         live.num_sent_tokens += len(delta.token_ids)
 
     def _end(self, live: _Live, task: asyncio.Task[None]) -> None:

@@ -310,6 +310,8 @@ class ChannelClient:
         is_change = False
         for delta in frame.deltas:
             is_change |= self._take_delta(delta)
+        for rich_delta in frame.rich_deltas:
+            is_change |= self._take_delta(rich_delta)
         self._last_frame = frame.number
         self._is_progressing = True
         self._is_acknowledgement_due = True

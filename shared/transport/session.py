@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import Callable
 
 from shared.errors import ProtocolError
-from shared.messages import Delta, Fault, Frame, Refused, encode
+from shared.messages import Delta, Fault, Frame, MessagePart, Refused, RichDelta, TokenLogprobs, encode
 from shared.transport.base import Channel, Timings
 from shared.types import FinishReason, Instance, RequestId, RouterId, WorkerStatus
+from shared.wire import fields_of
 
 RequestKey = tuple[RequestId, int]
 """Request and attempt: what a delta is addressed to."""
@@ -23,6 +24,8 @@ _SLACK_S = 1e-4
 """What is due this soon is due now: timers may fire a moment early, and then must not be set again and again."""
 _DELTA_BYTES = 64
 """About what a delta costs beside its tokens."""
+_LOGPROB_BYTES = 16
+"""The same of one log-probability and whose it is."""
 
 
 class Session:
@@ -49,6 +52,8 @@ class Session:
         self._channel: Channel | None = None
         self._pending: dict[RequestKey, Delta] = {}
         """Each request's news since the last frame; they change until they are in one."""
+        self._has_rich = False
+        """Whether more than tokens is among them."""
         self._pending_bytes = 0
         self._outbox: dict[int, bytes] = {}
         self._outbox_bytes = 0
@@ -134,6 +139,19 @@ class Session:
         if not self._is_urgent and (offset == 0 or finish is not None or fault is not None):
             self._is_urgent = True
             self._wake.set()
+
+    def add_more(self, key: RequestKey, logprobs: tuple[TokenLogprobs, ...], parts: tuple[MessagePart, ...]) -> None:
+        """Add what belongs to the tokens that were pushed just now, for the same frame. Modifies; never waits."""
+        gathered = self._pending.get(key)
+        if gathered is None:
+            return  # closed
+        if not isinstance(gathered, RichDelta):
+            gathered = self._pending[key] = RichDelta(*fields_of(gathered))
+            self._has_rich = True
+        gathered.logprobs += logprobs
+        gathered.parts += parts
+        self._pending_bytes += sum(_LOGPROB_BYTES * (1 + len(one.top_logprobs)) for one in logprobs)
+        self._pending_bytes += sum(_DELTA_BYTES * (1 + len(part.tool_calls)) + _num_chars(part) for part in parts)
 
     def acknowledge(self, frame: int) -> None:
         """Forget the frames up to `frame`. Raises `ProtocolError` for a frame that was never built."""
@@ -235,15 +253,22 @@ class Session:
         if is_status_due:
             self._status_at_s = now_s
         self._last_frame += 1
+        deltas = tuple(self._pending.values())
+        rich_deltas: tuple[RichDelta, ...] = ()
+        if self._has_rich:
+            rich_deltas = tuple([delta for delta in deltas if isinstance(delta, RichDelta)])
+            deltas = tuple([delta for delta in deltas if not isinstance(delta, RichDelta)])
         raw = encode(
             Frame(
                 self._instance,
                 self._last_frame,
                 self.last_submit,
-                tuple(self._pending.values()),
+                deltas,
                 self._read_status() if is_status_due else None,
+                rich_deltas,
             )
         )
+        self._has_rich = False
         self._pending.clear()
         self._pending_bytes = 0
         self._is_urgent = False
@@ -251,3 +276,7 @@ class Session:
         self._outbox_bytes += len(raw)
         if not self.is_full:
             self._room.set()
+
+
+def _num_chars(part: MessagePart) -> int:
+    return len(part.content) + len(part.reasoning) + sum(len(call.arguments) for call in part.tool_calls)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from router.requests import Generated, GenerateRequest, RequestTrace
+from router.requests import Generated, GenerateRequest, RequestTrace, RichGenerated
 from shared.hashing import unpack_tokens
-from shared.types import FinishReason, WorkerId
+from shared.messages import MessagePart, TokenLogprobs, ToolCallPart
+from shared.types import FinishReason, Sampling, ToolChoice, WorkerId
 
 Answer = Callable[[list[int]], list[int]]
 
@@ -60,9 +61,24 @@ class FakeGenerate:
                 trace.first_token_at_s = trace.first_token_at_s or clock()
                 is_last = index == len(tokens) - 1
                 finish = (FinishReason.LENGTH if is_cut else FinishReason.STOP) if is_last else None
-                yield Generated((token_id,), finish)
+                yield _generated(request.sampling, token_id, finish)
                 if index == 0 and self._gate is not None:
                     await self._gate.wait()
             trace.finished_at_s = clock()
         finally:
             self.num_live -= 1
+
+
+def _generated(sampling: Sampling, token_id: int, finish: FinishReason | None) -> Generated:
+    """What is asked to be told of one token: made up, but for the token."""
+    if not sampling.tells_more:
+        return Generated((token_id,), finish)
+    logprobs, parts = (), ()
+    if sampling.logprobs is not None:
+        top = tuple([(token_id + place) % 200 for place in range(sampling.logprobs)])
+        logprobs = (TokenLogprobs(-0.5, top, tuple([-0.5 - place for place in range(sampling.logprobs)])),)
+    if sampling.reading is not None:
+        parts = (MessagePart(content=f"<{token_id}>"),)
+        if sampling.reading.tool_choice is ToolChoice.REQUIRED:
+            parts = (MessagePart(tool_calls=(ToolCallPart(0, f"{token_id}", "call-1", "f"),)),)
+    return RichGenerated((token_id,), finish, logprobs, parts)

@@ -49,6 +49,7 @@ def make_front(
     fleet: Fleet | None = None,
     max_model_len_tokens: int = CONTEXT_TOKENS,
     metrics: bytes = b"# no metrics\n",
+    has_reasoning: bool = False,
     **options: Any,
 ) -> Front:
     """A front whose answers come from `generate`."""
@@ -61,6 +62,7 @@ def make_front(
         policy="cost",
         state_to_count=lambda: fleet.state_to_count,
         render_metrics=lambda: metrics,
+        has_reasoning=has_reasoning,
     )
     clock = asyncio.get_running_loop().time
     return Front(backend, keys or KeyRing([], clock), name="test", limits=limits, **options)

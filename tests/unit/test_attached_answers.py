@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shared.errors import ContextTooLong, EngineError, InvalidRequest, Overloaded
+from shared.messages import TokenLogprobs
 from shared.types import FinishReason, RequestId, Sampling
 from worker.engines.attached_answers import (
     CompletionStream,
@@ -19,7 +20,7 @@ from worker.engines.attached_answers import (
     read_metrics,
     read_models,
 )
-from worker.engines.base import EngineRequest
+from worker.engines.base import EngineRequest, RichEngineDelta
 
 _CHUNK = (
     'data: {"id":"cmpl-840e27a88bd12228","object":"text_completion","created":1796010044,"model":"tiny","choices":'
@@ -190,7 +191,10 @@ def test_what_is_no_list_of_models_is_refused(body: Any):
 def test_every_field_of_sampling_reaches_the_server():
     sampling = Sampling(9, 0.5, 0.9, 40, 0.1, 7, 0.2, 0.3, 1.1, 2, True, (3, 4))
     body = completion_body(EngineRequest(RequestId("r"), [1, 2], sampling, "salt", "poet", 5), "tiny", 8)
-    told = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+    more = ("logprobs", "json_schema", "reading")
+    told = {
+        field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling) if field.name not in more
+    }
     assert body == told | {
         "max_tokens": 8,
         "stop_token_ids": [3, 4],
@@ -205,3 +209,53 @@ def test_every_field_of_sampling_reaches_the_server():
     plain = completion_body(EngineRequest(RequestId("r"), [1], Sampling(1)), "tiny", 1)
     assert plain["model"] == "tiny"
     assert not {"seed", "cache_salt", "priority"} & plain.keys()
+
+
+def test_schema_and_probabilities_are_asked_for_in_the_words_of_completions():
+    sampling = Sampling(1, logprobs=2, json_schema='{"type":"object"}')
+    body = completion_body(EngineRequest(RequestId("r"), [1], sampling), "tiny", 1)
+    assert (body["logprobs"], body["return_tokens_as_token_ids"]) == (2, True)
+    assert body["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {"type": "object"}},
+    }
+
+
+def told_event(**logprobs: Any) -> bytes:
+    choice = {"token_ids": [5, 6], "finish_reason": "stop", "logprobs": logprobs}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n"
+
+
+def test_probabilities_come_with_their_tokens_and_the_likeliest_first():
+    stream = CompletionStream(1)
+    ids = stream.feed(
+        told_event(
+            token_logprobs=[-2.0, -0.5], top_logprobs=[{"token_id:5": -2.0, "token_id:9": -0.1}, {"token_id:6": -0.5}]
+        )
+    )
+    assert stream.delta_of(ids, stream.finish, 4) == RichEngineDelta(
+        (5, 6), FinishReason.STOP, 4, (TokenLogprobs(-2.0, (9,), (-0.1,)), TokenLogprobs(-0.5, (6,), (-0.5,)))
+    )
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        {},
+        {"token_logprobs": [-1.0, "x"], "top_logprobs": [{}, {}]},
+        {"token_logprobs": [-1.0, float("-inf")], "top_logprobs": [{}, {}]},
+        {"token_logprobs": [-1.0, -1.0], "top_logprobs": [{}]},
+        {"token_logprobs": [-1.0, -1.0], "top_logprobs": [{"token_id:-3": -1.0}, {}]},
+        {"token_logprobs": [-1.0, -1.0], "top_logprobs": [{"Hello": -1.0}, {}]},
+    ],
+)
+def test_probabilities_that_are_none_are_refused(logprobs: dict[str, Any]):
+    with pytest.raises(EngineError, match="no completion with token ids"):
+        CompletionStream(1).feed(told_event(**logprobs))
+
+
+def test_tokens_without_their_probabilities_are_refused():
+    stream = CompletionStream(0)
+    ids = stream.feed(told_event(token_logprobs=[-1.0], top_logprobs=[{}]))
+    with pytest.raises(EngineError, match="probabilities of 1 of 2 tokens"):
+        stream.delta_of(ids)

@@ -146,4 +146,6 @@ def test_errors_keep_their_class_over_the_wire() -> None:
 
 
 def test_fault_is_short_whatever_the_engine_quotes() -> None:
+    assert error_of(fault_of(errors.InvalidRequest("x", param="tools[0]"))).param == "tools[0]"  # type: ignore[attr-defined]
+    assert fault_of(errors.InvalidRequest("x", param="\udcff" * 9999)).param == ("\\udcff" * 9999)[:2000]
     assert fault_of(errors.InvalidRequest("x" * 100_000_000)).message == "x" * 2000 + "..."

@@ -10,7 +10,7 @@ import pytest
 from router.continuation import can_continue, continued, finish_at_border, reasons_against_continuing
 from router.requests import GenerateRequest
 from shared.hashing import pack_tokens
-from shared.types import FinishReason, RequestId, Sampling
+from shared.types import FinishReason, Reading, RequestId, Sampling
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,14 @@ def test_field_that_nobody_has_judged_yet_speaks_against_continuing() -> None:
     for field in dataclasses.fields(Sampling):
         if field.name not in judged:
             sampling = dataclasses.replace(Sampling(max_tokens=8), **{field.name: 12345})
-            assert reasons_against_continuing(sampling) == (field.name,)
+            told = {"json_schema": "response_format", "reading": "tools or reasoning"}.get(field.name, field.name)
+            assert reasons_against_continuing(sampling) == (told,)
+
+
+def test_answer_that_a_worker_reads_has_not_ended_before_its_end_is_told() -> None:
+    sampling = Sampling(2, stop_token_ids=(9,))
+    assert finish_at_border(sampling, [1, 9]) is FinishReason.STOP
+    assert finish_at_border(dataclasses.replace(sampling, reading=Reading()), [1, 9]) is None
 
 
 def test_rest_of_a_request_is_its_prompt_with_what_was_sent_and_fewer_tokens() -> None:

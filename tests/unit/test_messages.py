@@ -21,9 +21,13 @@ from shared.messages import (
     Hello,
     Inspect,
     Inspection,
+    MessagePart,
     Refused,
     ResidentKeys,
+    RichDelta,
     Submit,
+    TokenLogprobs,
+    ToolCallPart,
     Welcome,
     decode,
     encode,
@@ -33,9 +37,11 @@ from shared.types import (
     Epoch,
     FinishReason,
     Instance,
+    Reading,
     RequestId,
     RouterId,
     Sampling,
+    ToolChoice,
     WorkerId,
     WorkerInfo,
     WorkerStatus,
@@ -66,6 +72,35 @@ FRAME = Frame(
     ),
     STATUS,
 )
+READ_SUBMIT = Submit(
+    8,
+    RequestId("r3"),
+    1,
+    b"",
+    Sampling(
+        16,
+        logprobs=2,
+        json_schema='{"type":"object"}',
+        reading=Reading("[]", ToolChoice.REQUIRED, "f", False, True, ("x",)),
+    ),
+)
+RICH_FRAME = Frame(
+    INSTANCE,
+    4,
+    8,
+    (Delta(RequestId("r1"), 1, 2, (7,)),),
+    rich_deltas=(
+        RichDelta(RequestId("r2"), 1, 0, (5,), None, 64, None, (TokenLogprobs(-0.5, (5, 6), (-0.5, -1.25)),)),
+        RichDelta(
+            RequestId("r3"),
+            1,
+            0,
+            (8, 9),
+            FinishReason.TOOL_CALLS,
+            parts=(MessagePart("c", "r"), MessagePart(tool_calls=(ToolCallPart(0, "{}", "id", "f"),))),
+        ),
+    ),
+)
 INSPECTION = Inspection(2, 3, Epoch("e" * 32), 4, 5, 6, 7, is_quiet=True, num_audits=8, num_drifts=9, lag_s=0.5)
 EVERY_MESSAGE = [
     Challenge(b"nonce"),
@@ -78,6 +113,8 @@ EVERY_MESSAGE = [
     Ack(2**63),
     FRAME,
     Frame(INSTANCE, 1, 0),
+    READ_SUBMIT,
+    RICH_FRAME,
     Inspect(1),
     Inspect(2, is_repair=True),
     INSPECTION,
@@ -103,17 +140,25 @@ def with_field(message: object, index: int, value: object) -> bytes:
 
 def test_golden_submit() -> None:
     assert encode(SUBMIT).hex() == (
-        "9c0407a2723101c40c01000000020000002c0100009c10cb0000000000000000cb3ff000000000000000cb0000000000000000"
-        "05cb0000000000000000cb0000000000000000cb3ff000000000000000c29102a174a0ff40cd0200d937"
+        "9c0407a2723101c40c01000000020000002c0100009f10cb0000000000000000cb3ff000000000000000cb0000000000000000"
+        "05cb0000000000000000cb0000000000000000cb3ff000000000000000c29102c0a0c0a174a0ff40cd0200d937"
         + SUBMIT.traceparent.encode().hex()
     )
 
 
 def test_golden_frame() -> None:
     assert encode(FRAME).hex() == (
-        "9607d92030303030303030303030303030303030303030303030303030303030303030300307"
-        "9297a272310100920506c040c097a27232020990a473746f70c093ac656e67696e655f6572726f72a178c0"
-        "9f0102030405cb3fe0000000000000cb3fd0000000000000cb3fc000000000000006c307c2c0c0c0"
+        "9707d92030303030303030303030303030303030303030303030303030303030303030300307"
+        "9297a272310100920506c040c097a27232020990a473746f70c094ac656e67696e655f6572726f72a178c0c0"
+        "9f0102030405cb3fe0000000000000cb3fd0000000000000cb3fc000000000000006c307c2c0c0c090"
+    )
+
+
+def test_golden_rich_frame() -> None:
+    assert encode(RICH_FRAME).hex() == (
+        "9707d920303030303030303030303030303030303030303030303030303030303030303004089197a2723101029107c0c0c0"
+        "c09299a2723201009105c040c09193cbbfe000000000000092050692cbbfe0000000000000cbbff40000000000009099a272"
+        "330100920809aa746f6f6c5f63616c6c73c0c0909293a163a1729093a0a0919400a27b7da26964a166"
     )
 
 
@@ -190,6 +235,12 @@ def test_whole_numbers_are_taken_for_floats_and_not_the_other_way_round() -> Non
         (with_field(FRAME, 4, [["r", 1, 0, [True]]]), r"Delta\.token_ids: not an array of integers"),
         (with_field(FRAME, 4, [["r", 1, 0, [], "bored"]]), r"Delta\.finish: 'bored' is not a valid FinishReason"),
         (with_field(FRAME, 4, [["r", 1, 0, [], []]]), r"Delta\.finish"),
+        (
+            with_field(RICH_FRAME, 6, [["r", 1, 0, [1], None, 0, None, [[float("-inf")]]]]),
+            "logprob: -inf is not a finite",
+        ),
+        (with_field(RICH_FRAME, 6, [["r", 1, 0, [1], None, 0, None, [], [[5]]]]), "MessagePart.content: int instead"),
+        (with_field(READ_SUBMIT, 5, [1, *fields_of(READ_SUBMIT)[5][1:14], [0]]), "Reading.tools: int instead of str"),
         (with_field(FRAME, 5, [1, 2, 3, 4, 5, float("inf"), 0, 0, 6]), "prefill_s_per_token: inf is not a finite"),
     ],
 )

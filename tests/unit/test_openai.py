@@ -8,6 +8,7 @@ import pytest
 
 from router.failures import error_body, status_of
 from router.openai import Endpoint, ParsedRequest, Usage, completion_body, parse_request
+from router.told import Whole
 from shared.errors import (
     AttemptsExhausted,
     AuthenticationFailed,
@@ -193,7 +194,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "a", "name": 1}]}, "messages[0].name"),
         ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": []}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
@@ -240,12 +241,10 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
         ({"stream": True}, "stream"),
         ({"stream": "yes"}, "stream"),
         ({"store": True}, "store"),
-        ({"logprobs": True}, "logprobs"),
         ({"logprobs": 0}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": []}, "tools"),
-        ({"tool_choice": "none"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "auto"}, "tool_choice"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"stream_options": {}}, "stream_options"),
         ({"modalities": ["audio"]}, "modalities"),
@@ -277,7 +276,10 @@ def test_chat_refusal_names_its_parameter(fields: dict[str, Any], param: str) ->
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"tools": []}, "tools"),
+        ({"top_logprobs": 1}, "top_logprobs"),
     ],
 )
 def test_completion_refusal_names_its_parameter(fields: dict[str, Any], param: str) -> None:
@@ -331,7 +333,7 @@ def test_golden_chat_completion() -> None:
         response_id="chatcmpl-1",
         model=MODEL,
         created=1700000000,
-        answers=[("Hello", FinishReason.STOP)],
+        answers=[Whole("Hello", FinishReason.STOP)],
         usage=Usage(prompt_tokens=20, completion_tokens=3, cached_tokens=16),
     ) == {
         "id": "chatcmpl-1",
@@ -361,7 +363,7 @@ def test_golden_text_completion() -> None:
         response_id="cmpl-1",
         model=MODEL,
         created=1700000000,
-        answers=[("Hello", FinishReason.LENGTH)],
+        answers=[Whole("Hello", FinishReason.LENGTH)],
         usage=Usage(prompt_tokens=20, completion_tokens=3, cached_tokens=0),
     ) == {
         "id": "cmpl-1",
@@ -381,7 +383,7 @@ def test_golden_text_completion() -> None:
 def test_bodies_pass_the_openai_clients_own_models() -> None:
     openai_types = pytest.importorskip("openai.types")
     chat_types = pytest.importorskip("openai.types.chat")
-    common = {"model": MODEL, "created": 1, "answers": [("x", FinishReason.STOP)], "usage": Usage(2, 1, 0)}
+    common = {"model": MODEL, "created": 1, "answers": [Whole("x", FinishReason.STOP)], "usage": Usage(2, 1, 0)}
     chat_body = completion_body(Endpoint.CHAT, response_id="a", **common)  # type: ignore[arg-type]
     text_body = completion_body(Endpoint.COMPLETIONS, response_id="b", **common)  # type: ignore[arg-type]
     assert chat_types.ChatCompletion.model_validate(chat_body, strict=True).choices[0].message.content == "x"

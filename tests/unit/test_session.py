@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shared.errors import ProtocolError
-from shared.messages import Delta, Fault, Frame, Refused, decode
+from shared.messages import Delta, Fault, Frame, MessagePart, Refused, RichDelta, TokenLogprobs, decode
 from shared.transport.base import Timings
 from shared.transport.channel import LocalChannel, local_pair
 from shared.transport.session import RequestKey, Session
@@ -66,6 +66,44 @@ def test_deltas_of_one_step_share_a_frame_that_leaves_at_once() -> None:
         frame = await peer.hear()
         assert asyncio.get_running_loop().time() == pytest.approx(pushed_at_s, abs=2e-4)
         assert frame.deltas == (Delta(*A, 0, (1, 2), None, 64), Delta(*B, 7, (3,), FinishReason.STOP))
+
+    virtual(scenario())
+
+
+def test_what_is_told_beside_tokens_is_in_their_frame_and_costs_others_nothing() -> None:
+    async def scenario() -> None:
+        session = a_session()
+        peer = _Peer(session)
+        await peer.hear()
+        await asyncio.sleep(0.05)
+        one, two = TokenLogprobs(-1.0, (1,), (-0.5,)), TokenLogprobs(-2.0)
+        session.push(A, 0, (1,), cached_tokens=64)
+        session.add_more(A, (one,), ())
+        session.push(B, 7, (3,))
+        session.push(A, 1, (2,), finish=FinishReason.STOP)
+        session.add_more(A, (two,), (MessagePart("x"),))
+        frame = await peer.hear()
+        assert frame.deltas == (Delta(*B, 7, (3,)),)
+        assert frame.rich_deltas == (
+            RichDelta(*A, 0, (1, 2), FinishReason.STOP, 64, None, (one, two), (MessagePart("x"),)),
+        )
+        session.push(A, 2, (4,), finish=FinishReason.STOP)
+        assert (await peer.hear()).rich_deltas == ()
+
+    virtual(scenario())
+
+
+def test_what_is_told_beside_tokens_counts_for_what_is_kept() -> None:
+    async def scenario() -> None:
+        session = a_session(max_unacknowledged_bytes=2000)
+        session.push(A, 0, (1,))
+        assert not session.is_full
+        session.add_more(A, (), (MessagePart("x" * 2000),))
+        assert session.is_full
+        session.close()
+        session.push(A, 1, (1,))
+        session.add_more(A, (TokenLogprobs(-1.0),), ())
+        assert session.unacknowledged_bytes == 0
 
     virtual(scenario())
 

@@ -31,6 +31,7 @@ from worker.engines.base import (
     OnDeath,
     PinnedPrefix,
     check_length,
+    refuse_more,
 )
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class AttachedEngine:
         body = completion_body(request, self._options.model, self._max_tokens(request))
         assert self._steps is not None
         live = self._live[request.request] = _Live()
-        stream = CompletionStream()
+        stream = CompletionStream(request.sampling.logprobs)
         held: list[int] = []
         is_ended = False
         self._steps.submitted(request.request, len(request.token_ids))
@@ -161,7 +162,7 @@ class AttachedEngine:
                         # What the cache gave comes last, and the end must not come before it.
                         held += token_ids
                     elif token_ids:
-                        yield EngineDelta(tuple(token_ids))
+                        yield stream.delta_of(token_ids)
                     if stream.is_done:
                         break
                 else:
@@ -318,7 +319,7 @@ class AttachedEngine:
                 "%s does not tell what its cache gave (vLLM does with --enable-prompt-tokens-details)",
                 self._server.worker,
             )
-        return EngineDelta(tuple(held), stream.finish, stream.cached_tokens)
+        return stream.delta_of(held, stream.finish, stream.cached_tokens)
 
     def _max_tokens(self, request: EngineRequest) -> int:
         return min(request.sampling.max_tokens, self._max_model_len_tokens - len(request.token_ids))
@@ -326,6 +327,7 @@ class AttachedEngine:
     async def _check(self, request: EngineRequest) -> None:
         """Raises for what the server would refuse late or take for something else."""
         check_length(len(request.token_ids), self._max_model_len_tokens)
+        refuse_more(request.sampling, "servers that kvroute is attached to", names=("reading",))
         if request.request in self._live:
             raise InvalidRequest(f"request {request.request} is already being computed")
         if request.adapter and request.adapter not in self._adapters:

@@ -6,14 +6,16 @@ Nothing past this module sees what a stranger's server has sent.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import ContextTooLong, EngineError, InvalidRequest, KvrouteError, Overloaded
+from shared.messages import TokenLogprobs
 from shared.types import FinishReason
-from worker.engines.base import EngineRequest
+from worker.engines.base import EngineDelta, EngineRequest, RichEngineDelta
 
 _MAX_EVENT_BYTES = 32 << 20
 """Longest event of an answer. The first one repeats the prompt: a million tokens are 8 MB."""
@@ -138,6 +140,12 @@ def completion_body(request: EngineRequest, model: str, max_tokens: int) -> dict
     }
     if sampling.seed is not None:
         body["seed"] = sampling.seed
+    if sampling.logprobs is not None:
+        # Tokens by their ids: their texts are the router's to make.
+        body |= {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True}
+    if sampling.json_schema:
+        schema = {"name": "answer", "schema": json.loads(sampling.json_schema)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if request.salt:
         body["cache_salt"] = request.salt
     if request.priority:
@@ -146,10 +154,16 @@ def completion_body(request: EngineRequest, model: str, max_tokens: int) -> dict
 
 
 class CompletionStream:
-    """Token ids out of the events of one streamed completion. Fed with bytes as they come."""
+    """Token ids, and what is told of each, out of the events of one streamed completion.
 
-    def __init__(self) -> None:
+    Fed with bytes as they come.
+    """
+
+    def __init__(self, num_top_logprobs: int | None = None) -> None:
         self._rest = b""
+        self._num_top_logprobs = num_top_logprobs
+        self._logprobs: list[TokenLogprobs] = []
+        """Of tokens that are in no delta yet."""
         self.finish: FinishReason | None = None
         self.cached_tokens: int | None = None
         """Comes after the last token, and only from servers that were told to tell it."""
@@ -176,6 +190,17 @@ class CompletionStream:
                 raise EngineError(f"the server's answer is no stream of events: {_told(line)}")
         return token_ids
 
+    def delta_of(
+        self, token_ids: list[int], finish: FinishReason | None = None, cached_tokens: int | None = None
+    ) -> EngineDelta:
+        """A delta with all tokens that were fed and are in none yet, and what was told of them. Modifies."""
+        if self._num_top_logprobs is None:
+            return EngineDelta(tuple(token_ids), finish, cached_tokens)
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        if len(logprobs) != len(token_ids):
+            raise EngineError(f"the server tells probabilities of {len(logprobs)} of {len(token_ids)} tokens")
+        return RichEngineDelta(tuple(token_ids), finish, cached_tokens, logprobs)
+
     def _take(self, event: bytes, token_ids: list[int]) -> None:
         try:
             body = json.loads(event)
@@ -186,6 +211,8 @@ class CompletionStream:
                 if not set(map(type, ids)) <= {int}:
                     raise TypeError("token_ids")
                 token_ids += ids
+                if self._num_top_logprobs is not None and ids:
+                    self._logprobs += _told_logprobs(choice["logprobs"], self._num_top_logprobs)
                 if choice.get("finish_reason") is not None:
                     self.finish = FinishReason(choice["finish_reason"])
             usage = body.get("usage")
@@ -195,6 +222,29 @@ class CompletionStream:
                 self.cached_tokens = cached_tokens if type(cached_tokens) is int else None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise EngineError(f"the server's answer is no completion with token ids: {_told(event)}") from None
+
+
+def _told_logprobs(told: Any, num_top: int) -> list[TokenLogprobs]:
+    """One for each token of a choice's `logprobs`, with tokens named by their ids."""
+    found = []
+    for own, top in zip(told["token_logprobs"], told["top_logprobs"], strict=True):
+        likeliest = sorted(((_logprob(value), _token_id(name)) for name, value in top.items()), reverse=True)[:num_top]
+        ids, values = [token_id for _, token_id in likeliest], [value for value, _ in likeliest]
+        found.append(TokenLogprobs(_logprob(own), tuple(ids), tuple(values)))
+    return found
+
+
+def _logprob(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise TypeError("logprobs")
+    return float(value)
+
+
+def _token_id(name: str) -> int:
+    token_id = int(name.removeprefix("token_id:"))
+    if not 0 <= token_id < 1 << 31:
+        raise ValueError("token id")
+    return token_id
 
 
 def error_of_response(status: int, retry_after: str | None, raw: bytes) -> KvrouteError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.errors import ContextTooLong, InvalidRequest
+from shared.messages import MessagePart, TokenLogprobs
 from shared.types import BlockKey, FinishReason, RequestId, Sampling
 
 
@@ -57,6 +58,16 @@ class EngineDelta:
     cached_tokens: int | None = None
     """Prompt tokens served from the prefix cache, told with the first delta; with the last one by an engine that hears
     of them no earlier, and not at all by one that never hears of them."""
+
+
+@dataclass(slots=True)
+class RichEngineDelta(EngineDelta):
+    """A delta of an answer of which more is told than tokens."""
+
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, where they are asked for."""
+    parts: tuple[MessagePart, ...] = ()
+    """What has become certain with these tokens, where the answer is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +139,24 @@ def check_length(num_tokens: int, max_model_len_tokens: int) -> None:
         raise ContextTooLong(
             f"a prompt of {num_tokens} tokens leaves no room for an answer in a context of {max_model_len_tokens}"
         )
+
+
+def refuse_more(sampling: Sampling, engine: str, *, names: Sequence[str]) -> None:
+    """Refuse what this engine cannot do, by the request's own name for it.
+
+    `names` are those of `Sampling` that it cannot do: `logprobs`, `json_schema`, `reading`.
+    """
+    if "reading" in names and sampling.reading is not None:
+        param = "tools" if sampling.reading.tools else "messages"
+        raise InvalidRequest(
+            f"'tools' and reasoning are read by vLLM's own workers alone, not by {engine}", param=param
+        )
+    for name, param, is_asked in (
+        ("json_schema", "response_format", bool(sampling.json_schema)),
+        ("logprobs", "logprobs", sampling.logprobs is not None),
+    ):
+        if is_asked and name in names:
+            raise InvalidRequest(f"'{param}' is not supported by {engine}", param=param)
 
 
 class Engine(Protocol):

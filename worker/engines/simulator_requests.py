@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from shared.errors import EngineError, InvalidRequest
 from shared.hashing import pack_tokens
 from shared.types import Sampling
-from worker.engines.base import EngineDelta
+from worker.engines.base import EngineDelta, refuse_more
 
 
 class DeltaReader:
@@ -57,6 +57,7 @@ def check_sampling(sampling: Sampling) -> None:
     for is_refused, name, allowed in refusals:
         if is_refused:
             raise InvalidRequest(f"{name} must be {allowed}, got {getattr(sampling, name)}", param=name)
+    refuse_more(sampling, "a simulated engine, which has no model", names=("logprobs", "json_schema", "reading"))
 
 
 def packed(token_ids: list[int], vocabulary_size: int, what: str = "") -> bytes:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ConfigError, EngineError, InvalidRequest, PinRefused, UnknownPin
-from shared.types import BlockKey, FinishReason, RequestId, Sampling
+from shared.messages import MessagePart, TokenLogprobs
+from shared.types import BlockKey, RequestId, Sampling
 from worker.engines.base import (
     EngineDelta,
     EngineInfo,
@@ -26,18 +27,20 @@ from worker.engines.base import (
     OnBlocks,
     OnDeath,
     PinnedPrefix,
+    RichEngineDelta,
     check_length,
 )
 from worker.engines.vllm_keys import refusal_of_groups, refusal_of_model
 from worker.engines.vllm_launch import Launch, ending_of, launch, logged_cause, prepare_launch
 from worker.engines.vllm_options import VllmOptions, check_pin_budget
 from worker.engines.vllm_plugin import PLUGIN, Plugin, PoolWatch, pin_arguments
+from worker.engines.vllm_reader import AnswerReader, AnswerReaders
+from worker.engines.vllm_sampling import finish_reason, refusal_of, sampling_params, told_logprobs
 from worker.engines.vllm_steps import StepMeter
 from worker.engines.vllm_stream import EventStream
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import SchedulerStats
 
@@ -68,6 +71,7 @@ class VllmEngine:
         self._progress: asyncio.Task[None] | None = None
         self._num_blocks = 0
         self._max_model_len_tokens = 0
+        self._readers: AnswerReaders | None = None
         self._plugin: Plugin | None = None
         self._pool_watch: PoolWatch | None = None
         self._pin_refusal: str | None = None
@@ -97,6 +101,7 @@ class VllmEngine:
                 self._pool_watch = PoolWatch(self._plugin, self._meter)
             await self._llm.get_supported_tasks()  # asked now, so that later submits do not wait for the answer
             config = prepared.config
+            self._readers = AnswerReaders(self._options, config.model_config, self._llm.get_tokenizer())
             num_blocks = config.cache_config.num_gpu_blocks
             assert num_blocks is not None
             self._num_blocks = num_blocks - 1  # one is vLLM's placeholder
@@ -136,16 +141,27 @@ class VllmEngine:
         )
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
-        is_first = True
-        async with aclosing(self._compute(request, None)) as outputs:
+        self._alive()
+        assert self._readers is not None
+        sampling, is_first = request.sampling, True
+        reader = self._readers.reader_of(sampling, request.token_ids)
+        async with aclosing(self._compute(request, None, reader)) as outputs:
             async for output in outputs:
                 (sequence,) = output.outputs
-                yield EngineDelta(
-                    token_ids=tuple(sequence.token_ids),
-                    finish=_finish_reason(sequence.finish_reason),
-                    cached_tokens=(output.num_cached_tokens or 0) if is_first else None,
-                )
+                token_ids = tuple(sequence.token_ids)
+                finish = finish_reason(sequence.finish_reason, sampling)
+                cached_tokens = (output.num_cached_tokens or 0) if is_first else None
                 is_first = False
+                if not sampling.tells_more:
+                    yield EngineDelta(token_ids, finish, cached_tokens)
+                    continue
+                logprobs: tuple[TokenLogprobs, ...] = ()
+                parts: tuple[MessagePart, ...] = ()
+                if sampling.logprobs is not None:
+                    logprobs = told_logprobs(token_ids, sequence.logprobs, sampling.logprobs)
+                if reader is not None:
+                    parts, finish = reader.read(sequence.text, token_ids, finish)
+                yield RichEngineDelta(token_ids, finish, cached_tokens, logprobs, parts)
 
     async def cancel(self, request: RequestId) -> None:
         if request in self._live and self._llm is not None and self._reason_of_death() is None:
@@ -249,7 +265,7 @@ class VllmEngine:
         return self._llm
 
     async def _compute(
-        self, request: EngineRequest, extra_args: dict[str, Any] | None
+        self, request: EngineRequest, extra_args: dict[str, Any] | None, reader: AnswerReader | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """vLLM's outputs for one request, and its errors as ours. `extra_args` are for the plugin."""
         from vllm.exceptions import VLLMClientError
@@ -258,7 +274,7 @@ class VllmEngine:
 
         llm = self._alive()
         self._check(request)
-        params = _sampling_params(request.sampling, extra_args)
+        params = sampling_params(request.sampling, extra_args, reader)
         assert self._meter is not None
         self._live.add(request.request)
         self._meter.submitted(num_unfinished=self._num_unfinished())
@@ -266,7 +282,10 @@ class VllmEngine:
             prompt = tokens_input(request.token_ids, cache_salt=request.salt or None)
             # vLLM joins its own spans to the caller's where it is told to record some.
             headers = {"traceparent": request.traceparent} if request.traceparent else None
-            stream = llm.generate(prompt, params, request.request, priority=request.priority, trace_headers=headers)
+            options = reader.generate_options if reader is not None else {}
+            stream = llm.generate(
+                prompt, params, request.request, priority=request.priority, trace_headers=headers, **options
+            )
             async with aclosing(stream):  # closed early it aborts the engine's request
                 async for output in stream:
                     yield output
@@ -274,7 +293,7 @@ class VllmEngine:
             await self.cancel(request.request)  # vLLM lets one go on that it was just handing to its engine
             raise
         except VLLMClientError as error:
-            raise InvalidRequest(str(error)) from error
+            raise refusal_of(error, request.sampling) from error
         except EngineDeadError as error:
             raise EngineError(self._reason_of_death() or "the engine died") from error
         except EngineGenerateError as error:
@@ -372,42 +391,6 @@ class VllmEngine:
 
     def _reason_of_death(self) -> str | None:
         return self._death.result() if self._death is not None and self._death.done() else None
-
-
-def _sampling_params(sampling: Sampling, extra_args: dict[str, Any] | None) -> SamplingParams:
-    """Raises `InvalidRequest` if vLLM finds a value out of range."""
-    from vllm.exceptions import VLLMClientError
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    try:
-        return SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            min_tokens=sampling.min_tokens,
-            ignore_eos=sampling.ignore_eos,
-            stop_token_ids=list(sampling.stop_token_ids),
-            extra_args=extra_args,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-    except (VLLMClientError, ValueError) as error:
-        raise InvalidRequest(str(error)) from error
-
-
-def _finish_reason(reason: str | None) -> FinishReason | None:
-    if reason is None:
-        return None
-    try:
-        return FinishReason(reason)
-    except ValueError:
-        raise EngineError(f"the engine ended the request with {reason!r}") from None
 
 
 def _distribution() -> str:

@@ -27,6 +27,7 @@ from worker.engines.vllm_options import (
     logging_config_file,
     vllm_log_level,
 )
+from worker.engines.vllm_reader import check_parsers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,11 +65,12 @@ def prepare_launch(options: VllmOptions, folder: Path) -> Launch:
         Exception: whatever vLLM raises on a model or a value that it does not take.
     """
     with _environment(_child_environment(options, folder)):
-        from vllm.config import KVEventsConfig
+        from vllm.config import KVEventsConfig, StructuredOutputsConfig
         from vllm.config.logging import LoggingConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
 
+        check_parsers(options)
         known = {argument.name for argument in fields(AsyncEngineArgs)}
         arguments = engine_arguments(options, known, is_cpu=current_platform.is_cpu())
         events = KVEventsConfig(
@@ -79,6 +81,10 @@ def prepare_launch(options: VllmOptions, folder: Path) -> Launch:
             buffer_steps=_REPLAY_BATCHES,
         )
         arguments["kv_events_config"] = events
+        # By its name: left to choose for each request, vLLM would check one schema by one library and then compile it
+        # by that of the first request ever, which may know less of it.
+        grammars = {"backend": "xgrammar", **arguments.get("structured_outputs_config", {})}
+        arguments["structured_outputs_config"] = StructuredOutputsConfig(**grammars)
         log_level = vllm_log_level(options.log_level)
         log_config = logging_config_file(folder, log_level, error_file(folder))
         arguments.setdefault(

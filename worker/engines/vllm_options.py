@@ -28,6 +28,7 @@ _OWNED_ARGUMENTS: dict[str, str] = {
     "gpu_memory_utilization": "--gpu-memory-utilization",
     "tensor_parallel_size": "--tensor-parallel-size",
     "dtype": "--dtype",
+    "reasoning_parser": "--reasoning-parser",
     "scheduler_cls": "--eviction",
     "data_parallel_size": "--workers",
     "seed": "--seed",
@@ -58,6 +59,8 @@ class VllmOptions:
     tensor_parallel_size: int = 1
     dtype: str = "auto"
     eviction: str = "adaptive"
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     start_timeout_s: float = 600.0
@@ -88,6 +91,8 @@ def engine_arguments(options: VllmOptions, known_arguments: set[str], *, is_cpu:
         "enable_logging_iteration_details": True,
         "scheduling_policy": "priority",
     }
+    if options.reasoning_parser:
+        owned["reasoning_parser"] = options.reasoning_parser
     if options.kv_cache_blocks is not None:
         owned["num_gpu_blocks_override"] = options.kv_cache_blocks + 1
     if options.kv_cache_bytes is not None:
