@@ -11,14 +11,16 @@ import itertools
 import logging
 import random
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from router.answers import Answer, Generate, answers_to, usage_of
-from router.batch_file import Journal, Row, check_input, error_record, read_rows, result_record
+from router.batch_file import BatchInput, Row, check_input, read_rows
+from router.batch_journal import Journal, error_record, result_record
 from router.batch_report import BatchReport, Tally
 from router.keys import ANYBODY, Caller
 from router.known_keys import KnownKeys
@@ -26,11 +28,22 @@ from router.openai import Endpoint, Usage, completion_body, parse_request
 from router.progress import Progress
 from router.requests import RequestTrace, ServiceClass
 from router.tokenizer import Tokenizer
+from shared.config import Settings
 from shared.errors import AttemptsExhausted, EngineError, KvrouteError, NoWorker, QueueFull, TransientError
 from shared.hashing import num_usable_blocks
 from shared.types import CacheScheme, FinishReason, RequestId
 
-__all__ = ["BatchLimits", "BatchReport", "Generate", "OnRow", "PreparedBatch", "Row", "prepare_batch", "run_batch"]
+__all__ = [
+    "BatchLimits",
+    "BatchReport",
+    "Generate",
+    "OnRow",
+    "PreparedBatch",
+    "Row",
+    "prepare_batch",
+    "run_batch",
+    "run_prepared",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +63,31 @@ class BatchLimits:
     backoff_s: float = 0.5
     """Wait after a row's first failed attempt; doubles with each further one."""
     max_backoff_s: float = 30.0
+    max_errors: int | None = None
+    """Failed rows of this run after which it stops; `None`: however many there are."""
 
 
 OnRow = Callable[[Row, str | None, RequestTrace], None]
 """Called after a row's line is written, with text and trace of its answer: `None` and an empty one if it failed."""
 
 
+Inputs = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
+"""Files by name or pattern, or rows as they stand on the lines of a file."""
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
     """A checked input and the locked output that belongs to it. Use as `with`, which gives the output free."""
 
-    input_path: Path
+    source: BatchInput
     served_model: str
     num_rows: int
+    """Rows that are to be answered, those included that are finished."""
     journal: Journal
+
+    def read_rows(self) -> Iterator[Row]:
+        """The rows, finished or not, in the input's order, one in memory at a time. Raises `ConfigError`."""
+        return read_rows(self.source)
 
     def __enter__(self) -> PreparedBatch:
         return self
@@ -72,20 +96,59 @@ class PreparedBatch:
         self.journal.close()
 
 
-def prepare_batch(input_path: Path, output_path: Path, *, served_model: str, resume: bool) -> PreparedBatch:
+def prepare_batch(
+    source: Path | BatchInput, output_path: Path, *, served_model: str, resume: bool, error_path: Path | None = None
+) -> PreparedBatch:
     """Check the input and open the output, so that nothing need be started for a batch that cannot run.
 
-    Reads the whole input; belongs into a thread.
+    Errors go to `error_path` where one is given. Reads the whole input; belongs into a thread.
 
     Raises:
         ConfigError: input or output cannot be used; says where and why. The output is then as it was.
     """
-    summary = check_input(input_path, served_model=served_model)
-    journal = Journal.open(output_path, summary, resume=resume)
-    return PreparedBatch(input_path, served_model, summary.num_rows, journal)
+    source = BatchInput.of(source)
+    summary = check_input(source, served_model=served_model)
+    journal = Journal.open(output_path, summary, resume=resume, error_path=error_path)
+    return PreparedBatch(source, served_model, summary.num_rows, journal)
 
 
 async def run_batch(
+    inputs: Inputs,
+    output: str | Path,
+    settings: Settings,
+    *,
+    resume: bool = False,
+    error_file: str | Path | None = None,
+    max_errors: int | None = None,
+    shard: str | None = None,
+    on_row: OnRow | None = None,
+    progress: bool | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> BatchReport:
+    """Answer a batch from Python as `kvroute batch` does, and by its rules: one line of output for each row.
+
+        report = await run_batch("in/*.jsonl.zst", "out.jsonl", Settings(model="smollm2", workers=2), resume=True)
+
+    It uses the attached servers of `settings`, or the workers of `kvroute up`, or starts its own and ends them. Rows
+    that are handed in are read once, and kept in a temporary file for as long as this runs; the same rows again are the
+    same input to `resume`. Cancelling ends it early with a report. `say` is told what is going on.
+
+    Raises:
+        ConfigError: settings, input or output cannot be used; the output is then as it was.
+        OutputError, NoWorker: as `run_prepared` does.
+    """
+    # Brings Ray along, which a router over servers of somebody else does without.
+    from router import batch_job, runfile
+
+    with tempfile.TemporaryDirectory(prefix="kvroute-") as folder:
+        source = await asyncio.to_thread(batch_job.input_of, inputs, Path(folder), shard)
+        errors = None if error_file is None else Path(error_file)
+        job = batch_job.BatchJob(source, Path(output), errors, resume, max_errors)
+        run_dir = settings.run_dir or runfile.default_run_dir()
+        return await batch_job.run_job(job, settings, run_dir=run_dir, say=say, on_row=on_row, progress=progress)
+
+
+async def run_prepared(
     prepared: PreparedBatch,
     *,
     generate: Generate,
@@ -104,7 +167,8 @@ async def run_batch(
 
     A row's fault, or an error that outlasts its attempts, becomes the row's line and ends nothing. Cancelling the
     calling task stops the run: rows under way are cancelled, the output is closed, and the report says so; that uses
-    the cancellation up. `progress` asks for lines where the stream is no terminal, or, if false, for none at all.
+    the cancellation up. Too many failed rows stop it in the same way. `progress` asks for lines where the stream is no
+    terminal, or, if false, for none at all.
 
     Raises:
         OutputError: results cannot be written; the output is whole and can be resumed.
@@ -138,13 +202,15 @@ async def run_batch(
         num_rows=prepared.num_rows,
     )
     started_at_s = clock()
-    is_interrupted = False
+    is_interrupted = is_stopped_by_errors = False
     try:
-        await run.take_all(read_rows(prepared.input_path))
+        await run.take_all(prepared.read_rows())
     except asyncio.CancelledError:
         is_interrupted = True
         if (task := asyncio.current_task()) is not None:
             task.uncancel()
+    except _TooManyErrors:
+        is_stopped_by_errors = True
     finally:
         run.progress.close()
         await asyncio.to_thread(prepared.journal.close)
@@ -153,7 +219,12 @@ async def run_batch(
         num_skipped=num_skipped,
         wall_s=clock() - started_at_s,
         is_interrupted=is_interrupted,
+        is_stopped_by_errors=is_stopped_by_errors,
     )
+
+
+class _TooManyErrors(Exception):
+    """As many rows have failed as may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +288,7 @@ class _Run:
             await asyncio.to_thread(self.journal.sync)
 
     async def _run_row(self, row: Row) -> None:
-        record_id = f"batch_req_{self.name}_{row.line}"
+        record_id = self.journal.record_id(row)
         result: _Result | None = None
         try:
             result = await self._compute(row)
@@ -239,6 +310,8 @@ class _Run:
         if self.on_row is not None:
             text, trace = (None, RequestTrace()) if result is None else (result.text, result.answer.trace)
             self.on_row(row, text, trace)
+        if result is None and self.limits.max_errors is not None and self.tally.num_failed >= self.limits.max_errors:
+            raise _TooManyErrors
 
     async def _compute(self, row: Row) -> _Result:
         """Compute a row. Raises what is wrong with the row or the fleet."""
@@ -249,7 +322,7 @@ class _Run:
         (answer,) = await answers_to(
             parsed,
             self.tokenizer,
-            name=f"batch-{self.name}-{row.line}",
+            name=f"batch-{self.name}-{row.key}",
             max_model_len_tokens=self.max_model_len_tokens,
             salt=self.caller.salted(parsed.cache_salt),
             tenant=self.caller.tenant,
@@ -260,7 +333,7 @@ class _Run:
         prefix = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
         body = completion_body(
             endpoint,
-            response_id=f"{prefix}-{self.name}-{row.line}",
+            response_id=f"{prefix}-{self.name}-{row.key}",
             model=parsed.model,
             created=int(time.time()),
             answers=[(text, finish)],
@@ -315,9 +388,9 @@ class _Run:
     def _log_internal_error(self, row: Row, error: Exception) -> None:
         """Loud with its traceback once; further ones of a run are likely the same."""
         if self._has_logged_traceback:
-            logger.error("line %d: internal error: %r", row.line, error)
+            logger.error("%s: internal error: %r", row.place, error)
         else:
-            logger.error("line %d: internal error", row.line, exc_info=error)
+            logger.error("%s: internal error", row.place, exc_info=error)
             self._has_logged_traceback = True
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.answers import Generate
-from router.batch import BatchLimits, PreparedBatch, prepare_batch, run_batch
+from router.batch import BatchLimits, PreparedBatch, prepare_batch, run_prepared
 from router.batch_book import RUNNING, BatchBook, BatchRecord
 from router.batch_file import Row, read_rows
 from router.keys import Caller
@@ -146,7 +146,7 @@ class BatchService:
             record.num_completed, record.num_failed = await asyncio.to_thread(_counts, self._book.results(record.id))
             record.become("in_progress")
             await asyncio.to_thread(self._book.write, record)
-            report = await run_batch(
+            report = await run_prepared(
                 prepared,
                 generate=self._runs.generate,
                 tokenizer=self._runs.tokenizer,

@@ -20,6 +20,7 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_FAILED_ROWS = 3
+EXIT_TOO_MANY_ERRORS = 4
 EXIT_INTERRUPTED = 130
 
 _MODEL_FLAGS = (
@@ -155,8 +156,14 @@ def build_parser() -> argparse.ArgumentParser:
 
     groups = (*_SERVING_GROUPS, ("attached servers", _ATTACH_FLAGS), ("batch", _BATCH_FLAGS))
     batch = _add_command(commands, "batch", "answer an OpenAI batch file", groups)
-    batch.add_argument("input", type=Path, metavar="IN.jsonl", help="OpenAI batch input, one request a line.")
+    batch.add_argument(
+        "input", type=Path, nargs="+", metavar="IN.jsonl", help="OpenAI batch input or pattern; plain, gzip or zstd."
+    )
     batch.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.jsonl", help="One row for each row.")
+    batch.add_argument("--error-file", type=Path, metavar="FILE", help="Where failed rows go; default: the output.")
+    batch.add_argument("--max-errors", metavar="N", help="Stop with 4 when so many rows have failed.")
+    batch.add_argument("--shard", metavar="I/N", help="Answer every Nth row only, beginning with row I.")
+    batch.add_argument("--summary", type=Path, metavar="FILE", help="Where figures of the run go, as JSON.")
     batch.add_argument("--resume", action="store_true", help="Go on with an output that exists.")
     batch.add_argument("--strict", action="store_true", help="Exit with 3 when a row failed.")
     batch.add_argument("--progress", action="store_true", help="Show progress where stderr is no terminal, too.")

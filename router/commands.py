@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import signal
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -13,24 +12,19 @@ from typing import Any
 
 from router import checkup, deployment, holdings, launch, pins, runfile, warmup
 from router import plan as planning
-from router.batch import BatchLimits, BatchReport, OnRow, PreparedBatch, prepare_batch, run_batch
 from router.bench import figures_json, figures_text, run_benchmark
-from router.cli import EXIT_FAILED_ROWS, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
+from router.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
 from router.policies import make_policy
 from router.prompts import prompt_tokens, read_prompt
-from router.requests import ServiceClass
-from router.serving import Say, Serving
+from router.serving import Say
 from router.status import deployment_state, status_text
 from router.tokenizer import Tokenizer
 from router.workers import find_workers, serving_of, with_run
 from shared.config import Settings
-from shared.errors import ConfigError, NoWorker
+from shared.errors import ConfigError
 from shared.hashing import parity_key, tokenizer_fingerprint
 from shared.telemetry import set_up_logging
 from shared.types import CacheScheme, WorkerId
-
-_IN_FLIGHT_PER_SEQ = 4
-"""Batch rows under way for each sequence that the workers can run: enough to choose from, few enough to stay fresh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,54 +78,11 @@ async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
 
 
 async def _batch(call: Invocation) -> int:
-    for name in ("input", "output"):
-        if call.own[name] == Path("-"):
-            raise ConfigError(f"{name} -: a batch goes back in its files when it is resumed; name a file")
-    workers = await find_workers(call.settings, call.run_dir, call.say)
-    # Nothing is started for a batch that cannot be run.
-    prepared = await asyncio.to_thread(
-        prepare_batch,
-        call.own["input"],
-        call.own["output"],
-        served_model=workers.settings.model_name,
-        resume=call.own["resume"],
-    )
-    with prepared.journal:
-        async with serving_of(workers, call.say) as serving:
-            try:
-                report = await run_rows(serving, prepared, progress=call.own["progress"] or None)
-            except NoWorker as error:
-                raise NoWorker(f"{error}; the same command with --resume goes on with {call.own['output']}") from None
-    call.say(summary_line(report, call.own["output"]))
-    if report.is_interrupted:
-        call.say(f"interrupted: the same command with --resume goes on with {call.own['output']}")
-        return EXIT_INTERRUPTED
-    return EXIT_FAILED_ROWS if report.num_failed and call.own["strict"] else EXIT_OK
+    from router.batch_command import run_batch_command
 
-
-async def run_rows(
-    serving: Serving,
-    prepared: PreparedBatch,
-    *,
-    max_in_flight: int | None = None,
-    on_row: OnRow | None = None,
-    progress: bool | None = None,
-) -> BatchReport:
-    """Run a batch on the workers that serve, with as many rows under way as suits them where no number is given."""
-    settings = serving.settings
-    return await run_batch(
-        prepared,
-        generate=serving.router.generate,
-        tokenizer=serving.tokenizer,
-        scheme=serving.scheme,
-        max_model_len_tokens=serving.max_model_len_tokens,
-        rng=random.Random(settings.seed),
-        limits=BatchLimits(serving.num_in_flight(_IN_FLIGHT_PER_SEQ, max_in_flight)),
-        # Others may use workers that were there before.
-        service_class=ServiceClass.INTERACTIVE if serving.actors else ServiceClass.BATCH,
-        on_row=on_row,
-        progress=progress,
-    )
+    asked = call.own["max_errors"]
+    max_errors = None if asked is None else _count("--max-errors", asked, "failed rows", 999_999_999)
+    return await run_batch_command(call.settings, call.own, max_errors, call.run_dir, call.say)
 
 
 async def _serve(call: Invocation) -> int:
@@ -340,13 +291,3 @@ _COMMANDS: Mapping[str, Callable[[Invocation], Coroutine[Any, Any, int]]] = {
     "bench": _bench,
     "calibrate": _calibrate,
 }
-
-
-def summary_line(report: BatchReport, output: Path) -> str:
-    """One line on how a batch went."""
-    share = report.cached_tokens / report.prompt_tokens if report.prompt_tokens else 0.0
-    return (
-        f"{report.num_ok} rows answered, {report.num_failed} failed, {report.num_skipped} done before; "
-        f"{share:.0%} of {report.prompt_tokens} prompt tokens from cache; "
-        f"{report.tokens_per_s:.0f} tokens/s in {report.wall_s:.1f} s; results in {output}"
-    )

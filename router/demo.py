@@ -10,8 +10,8 @@ from typing import Any
 
 from router import launch
 from router.batch import BatchReport, Row, prepare_batch
+from router.batch_job import run_rows
 from router.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
-from router.commands import run_rows
 from router.demo_input import demo_rows
 from router.requests import RequestTrace
 from router.serving import Say

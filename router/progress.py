@@ -30,7 +30,7 @@ class Progress:
         self._clock = clock
         self._is_plain = bool(wanted) and not is_terminal
         self._num_rows = num_rows
-        self._num_done = num_done
+        self._num_done = self._num_done_before = num_done
         self._num_failed = 0
         self._num_tokens = 0
         self._prompt_tokens = 0
@@ -86,11 +86,19 @@ class Progress:
 
     def _postfix(self) -> str:
         hit = self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
+        return f"hit={hit:.0%} tok/s={self._rate(self._num_tokens):.0f} failed={self._num_failed}"
+
+    def _rate(self, num: int) -> float:
+        """So many for each second of this run."""
         elapsed_s = self._clock() - self._started_at_s
-        rate = self._num_tokens / elapsed_s if elapsed_s > 0 else 0.0
-        return f"hit={hit:.0%} tok/s={rate:.0f} failed={self._num_failed}"
+        return num / elapsed_s if elapsed_s > 0 else 0.0
 
     def _show_line(self) -> None:
         self._shown_at_s = self._clock()
-        self._stream.write(f"{DESCRIPTION}: {self._num_done}/{self._num_rows} req, {self._postfix()}\n")
+        rate = self._rate(self._num_done - self._num_done_before)
+        # What is left takes as long for each row as what this run has done; the bar of a terminal reckons likewise.
+        left = tqdm.format_interval((self._num_rows - self._num_done) / rate) if rate else "?"
+        self._stream.write(
+            f"{DESCRIPTION}: {self._num_done}/{self._num_rows} req, {rate:.2f} req/s, {self._postfix()}, {left} left\n"
+        )
         self._stream.flush()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from router import fields
-from router.batch_file import MAX_LINE_BYTES
+from router.input_files import MAX_LINE_BYTES
 from router.openai import Endpoint, ParsedRequest, parse_request
 from router.requests import CLASSES, ServiceClass
 from shared.config import MAX_BLOCK_SIZE_TOKENS

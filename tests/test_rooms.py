@@ -74,6 +74,7 @@ OWN_ARGUMENTS = {
     "command",
     "config",
     "config_json",
+    "error_file",
     "file",
     "gpu_memory",
     "help",
@@ -83,6 +84,7 @@ OWN_ARGUMENTS = {
     "lengths",
     "limit",
     "load",
+    "max_errors",
     "max_prompt_tokens",
     "messages",
     "name",
@@ -99,11 +101,13 @@ OWN_ARGUMENTS = {
     "repair",
     "resume",
     "routers",
+    "shard",
     "skip",
     "slo_itl_s",
     "slo_ttft_s",
     "spread",
     "strict",
+    "summary",
     "system_prompt",
     "trace",
     "ttl_s",
@@ -117,6 +121,7 @@ OWN_ARGUMENTS = {
 """Arguments of single commands. Every other flag is a setting."""
 
 IMPORT_NAME = {
+    "backports-zstd": "backports",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
     "opentelemetry-sdk": "opentelemetry",
     "pyyaml": "yaml",

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from router import cluster, launch
-from router.batch import BatchLimits, prepare_batch, run_batch
+from router.batch import BatchLimits, prepare_batch, run_prepared
 from router.requests import RequestTrace
 from router.serving import Serving
 from shared.config import Settings
@@ -174,7 +174,7 @@ async def test_batch_completes_when_the_store_is_killed_in_the_middle(serving: S
             os.kill(serving.store.pid, signal.SIGKILL)
 
     with prepare_batch(input_path, output_path, served_model="tiny", resume=False) as prepared:
-        report = await run_batch(
+        report = await run_prepared(
             prepared,
             generate=serving.router.generate,
             tokenizer=serving.tokenizer,

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from router.batch import BatchLimits, Row, prepare_batch, run_batch
+from router.batch import BatchLimits, Row, prepare_batch, run_prepared
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Detokenizer, Tokenizer
 from shared.errors import WorkerLost
@@ -51,7 +51,7 @@ async def main(input_path: Path, output_path: Path, rng: random.Random) -> None:
 
     with prepare_batch(input_path, output_path, served_model=MODEL, resume=True) as prepared:
         tell("ready")
-        await run_batch(
+        await run_prepared(
             prepared,
             generate=generate,
             tokenizer=cast(Tokenizer, ByteTokenizer()),

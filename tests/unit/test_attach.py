@@ -214,8 +214,12 @@ async def test_a_batch_runs_on_attached_servers(folder: Path, tmp_path: Path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     async with servers(FakeOptions(), FakeOptions()) as running:
         own = {
-            "input": tmp_path / "in.jsonl",
+            "input": [tmp_path / "in.jsonl"],
             "output": tmp_path / "out.jsonl",
+            "error_file": None,
+            "max_errors": None,
+            "shard": None,
+            "summary": tmp_path / "summary.json",
             "resume": False,
             "strict": True,
             "progress": False,

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from router import batch_file
-from router.batch import BatchLimits, BatchReport, PreparedBatch, prepare_batch, run_batch
+from router.batch import BatchLimits, BatchReport, PreparedBatch, prepare_batch, run_prepared
+from router.batch_file import check_input
+from router.batch_journal import Journal
 from router.batch_report import PossibleHits, quantile
 from router.openai import Usage
 from router.progress import PLAIN_INTERVAL_S, Progress
@@ -80,7 +82,7 @@ class Bench:
         service_class: ServiceClass = ServiceClass.INTERACTIVE,
     ) -> BatchReport:
         with self.prepare(rows, resume=resume) as prepared:
-            return await run_batch(
+            return await run_prepared(
                 prepared,
                 generate=generate,
                 tokenizer=self.tokenizer,
@@ -94,9 +96,9 @@ class Bench:
             )
 
     def records(self) -> dict[str, dict[str, Any]]:
-        """Output by custom_id, or by id where there is none; every row at most once."""
+        """Output by custom_id, or by line where there is none; every row at most once."""
         records = read_records(self.output)
-        by_id = {record["custom_id"] or record["id"]: record for record in records}
+        by_id = {record["custom_id"] or f"line {record['error']['line']}": record for record in records}
         assert len(by_id) == len(records)
         return by_id
 
@@ -132,7 +134,7 @@ async def test_output_row_is_openais(bench: Bench) -> None:
     name = fake.requests[0].request.removeprefix("batch-").removesuffix("-1")
     body = record["response"]["body"]
     assert record == {
-        "id": f"batch_req_{name}_1",
+        "id": f"batch_req_{check_input(bench.input, served_model=MODEL).fingerprint}_1",
         "custom_id": "r",
         "response": {"status_code": 200, "request_id": f"batch-{name}-1", "body": body},
         "error": None,
@@ -188,8 +190,8 @@ async def test_faulty_rows_become_records_and_the_rest_runs_on(bench: Bench) -> 
     report = await bench.run(rows, bench.fake())
     assert (report.num_ok, report.num_failed) == (2, 13)
     expected = {
-        "line-1": ("invalid_value", None),
-        "line-2": ("invalid_value", "custom_id"),
+        "line 1": ("invalid_value", None),
+        "line 2": ("invalid_value", "custom_id"),
         "method": ("invalid_value", "method"),
         "url": ("invalid_value", "url"),
         "body": ("invalid_value", "body"),
@@ -381,7 +383,7 @@ async def test_full_disk_ends_the_run_with_one_error_and_frees_all(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(fd, data)
 
-    monkeypatch.setattr("router.batch_file.os.write", limited)
+    monkeypatch.setattr("router.record_file.os.write", limited)
     with pytest.raises(OutputError, match="No space left"):
         await bench.run(rows, fake)
     monkeypatch.undo()
@@ -390,11 +392,11 @@ async def test_full_disk_ends_the_run_with_one_error_and_frees_all(
 
 
 async def test_failing_sync_ends_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(journal: batch_file.Journal) -> None:
+    def fail(journal: Journal) -> None:
         raise OutputError("disk is broken")
 
     monkeypatch.setattr("router.batch.SYNC_INTERVAL_S", 0.0)
-    monkeypatch.setattr(batch_file.Journal, "sync", fail)
+    monkeypatch.setattr(Journal, "sync", fail)
     fake = bench.fake(gate=asyncio.Event())
     with pytest.raises(OutputError, match="disk is broken"):
         await bench.run([chat_row("r")], fake)
@@ -481,9 +483,7 @@ def test_progress_elsewhere_is_a_line_now_and_then_where_asked_for() -> None:
         now_s += PLAIN_INTERVAL_S * 0.6
         progress.tick()
     progress.close()
-    assert stream.getvalue() == (
-        "Running batch: 3/5 req, hit=50% tok/s=2 failed=0\nRunning batch: 3/5 req, hit=50% tok/s=2 failed=0\n"
-    )
+    assert stream.getvalue() == (2 * "Running batch: 3/5 req, 0.17 req/s, hit=50% tok/s=2 failed=0, 00:12 left\n")
 
 
 def test_progress_is_silent_on_a_terminal_where_asked_for() -> None:

@@ -1,18 +1,23 @@
-"""The input's check, row by row, and the output as a journal."""
+"""A batch's input: its check, and its rows one by one."""
 
 from __future__ import annotations
 
-import errno
+import gzip
 import os
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from backports import zstd
 
-from router import batch_file
-from router.batch_file import Journal, Row, check_input, error_record, read_rows, result_record
-from shared.errors import ConfigError, EngineError, InvalidRequest, OutputError, WorkerLost
-from tests.support.batches import MODEL, chat_row, read_records, write_rows
+from router import input_files
+from router.batch_file import BatchInput, InputSummary, Row, Shard, check_input, read_rows
+from router.input_files import find_files
+from router.row_sets import CustomIds, RowSet
+from shared.errors import ConfigError, InvalidRequest
+from tests.support.batches import MODEL, chat_row, write_rows
 
 
 def check(path: Path) -> int:
@@ -34,37 +39,6 @@ def fault(tmp_path: Path, line: Any) -> InvalidRequest:
     (row,) = rows_of(tmp_path, line)
     assert row.error is not None
     return row.error
-
-
-class Files:
-    """An input of three rows and an output beside it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.input = write_rows(folder / "in.jsonl", [chat_row("a"), chat_row("b"), "not json"])
-        self.output = folder / "out.jsonl"
-        self.rows = list(read_rows(self.input))
-
-    def open(self, *, resume: bool = False) -> Journal:
-        return Journal.open(self.output, check_input(self.input, served_model=MODEL), resume=resume)
-
-    def refused(self, *, resume: bool = True) -> str:
-        before = self.output.read_bytes() if self.output.is_file() else None
-        with pytest.raises(ConfigError) as caught:
-            self.open(resume=resume)
-        assert (self.output.read_bytes() if self.output.is_file() else None) == before
-        assert str(self.output) in str(caught.value)
-        return str(caught.value)
-
-    def result(self, row: int) -> dict[str, Any]:
-        return result_record(self.rows[row], record_id=f"r{row}", request_id=f"q{row}", body={"é": 1})
-
-    def error(self, row: int, error: Exception) -> dict[str, Any]:
-        return error_record(self.rows[row], error, record_id=f"r{row}")
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Files:
-    return Files(tmp_path)
 
 
 # --- What stops a run before its first request. ---
@@ -102,17 +76,19 @@ def test_empty_input(tmp_path: Path, content: bytes) -> None:
 
 
 def test_input_that_is_not_utf8_names_the_line(tmp_path: Path) -> None:
-    assert "line 2 is not UTF-8" in refused(write_rows(tmp_path / "in.jsonl", [chat_row("a"), b'{"custom_id":"\xff"}']))
+    assert "in.jsonl:2: is not UTF-8" in refused(
+        write_rows(tmp_path / "in.jsonl", [chat_row("a"), b'{"custom_id":"\xff"}'])
+    )
 
 
 def test_duplicate_custom_id_names_both_lines(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.jsonl", [chat_row("a"), "", chat_row("b"), chat_row("a")])
-    assert "lines 1 and 4 have the same custom_id 'a'" in refused(path)
+    assert refused(path) == f"input file {path}:4: has the same custom_id as {path}:1"
 
 
 def test_input_all_for_an_unknown_model_names_the_field(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.jsonl", ["[]", chat_row("a", model="x"), chat_row("b", model="y")])
-    assert refused(path).endswith("no row asks for the model that is served, 'm'; body.model on line 2 is 'x'")
+    assert refused(path).endswith(f"no row asks for the model that is served, 'm'; body.model at {path}:2 is 'x'")
 
 
 def test_one_row_for_the_served_model_is_enough_to_run(tmp_path: Path) -> None:
@@ -173,8 +149,8 @@ def test_missing_field_of_a_row_is_named(tmp_path: Path, field: str) -> None:
 def test_line_over_the_limit_is_an_error_and_the_next_one_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_file, "MAX_LINE_BYTES", 300)
-    monkeypatch.setattr(batch_file, "_READ_BYTES", 64)
+    monkeypatch.setattr(input_files, "MAX_LINE_BYTES", 300)
+    monkeypatch.setattr(input_files, "_READ_BYTES", 64)
     rows = rows_of(tmp_path, chat_row("a"), chat_row("b", "x" * 1000), chat_row("c"))
     assert [(row.line, row.custom_id, row.error and str(row.error)) for row in rows] == [
         (1, "a", None),
@@ -183,220 +159,148 @@ def test_line_over_the_limit_is_an_error_and_the_next_one_is_read(
     ]
 
 
-# --- Records. ---
+# --- Several files, compressed ones, and shards. ---
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "zst": zstd.compress}
 
 
-def test_record_of_an_answered_row(files: Files) -> None:
-    assert files.result(0) == {
-        "id": "r0",
-        "custom_id": "a",
-        "response": {"status_code": 200, "request_id": "q0", "body": {"é": 1}},
-        "error": None,
-    }
+def summary(*paths: Path) -> InputSummary:
+    return check_input(BatchInput(paths), served_model=MODEL)
 
 
-def test_record_of_a_failed_row(files: Files) -> None:
-    assert files.error(1, InvalidRequest("no", param="top_p")) == {
-        "id": "r1",
-        "custom_id": "b",
-        "response": None,
-        "error": {"code": "invalid_value", "message": "no", "param": "top_p", "line": 2},
-    }
+def test_rows_of_several_files_are_one_input_and_know_where_they_stand(tmp_path: Path) -> None:
+    one = write_rows(tmp_path / "one.jsonl", ["", chat_row("a")])
+    two = write_rows(tmp_path / "two.jsonl", [chat_row("b"), "{"])
+    rows = list(read_rows(BatchInput((one, two))))
+    assert [(row.key, row.place, row.custom_id) for row in rows] == [
+        (1, f"{one}:2", "a"),
+        (2, f"{two}:1", "b"),
+        (3, f"{two}:2", None),
+    ]
+    assert summary(one, two).num_rows == 3
 
 
-def test_row_without_custom_id_is_known_by_its_line(files: Files) -> None:
-    record = files.error(2, InvalidRequest("no"))
-    assert (record["id"], record["custom_id"]) == ("line-3", None)
+def test_duplicate_custom_id_in_two_files_names_both_places(tmp_path: Path) -> None:
+    one = write_rows(tmp_path / "one.jsonl", [chat_row("a")])
+    two = write_rows(tmp_path / "two.jsonl", [chat_row("b"), chat_row("a")])
+    with pytest.raises(ConfigError) as caught:
+        summary(one, two)
+    assert str(caught.value) == f"input file {two}:2: has the same custom_id as {one}:1"
 
 
-def test_internal_error_tells_its_type_alone(files: Files) -> None:
-    assert files.error(0, RuntimeError("secret"))["error"] == {
-        "code": "internal_error",
-        "message": "internal error: RuntimeError",
-        "param": None,
-        "line": 1,
-    }
+def test_unreadable_one_of_several_files_is_named(tmp_path: Path) -> None:
+    one = write_rows(tmp_path / "one.jsonl", [chat_row("a")])
+    with pytest.raises(ConfigError, match=r"none\.jsonl: cannot read it: No such file"):
+        summary(one, tmp_path / "none.jsonl")
 
 
-# --- The journal. ---
+def test_fingerprint_is_that_of_the_rows_whatever_files_hold_them(tmp_path: Path) -> None:
+    whole = write_rows(tmp_path / "whole.jsonl", [chat_row("a"), chat_row("b"), chat_row("c")])
+    one = write_rows(tmp_path / "one.jsonl", [chat_row("a"), "", chat_row("b")])
+    two = write_rows(tmp_path / "two.jsonl", [chat_row("c")])
+    two.write_bytes(zstd.compress(two.read_bytes()))
+    assert summary(one, two).fingerprint == summary(whole).fingerprint
+    changed = [
+        write_rows(tmp_path / f"{number}.jsonl", rows)
+        for number, rows in enumerate(
+            [
+                [chat_row("a"), chat_row("b")],
+                [chat_row("a"), chat_row("c"), chat_row("b")],
+                [chat_row("a"), chat_row("b"), chat_row("c", "Ho")],
+                [chat_row("a"), chat_row("b"), chat_row("c"), chat_row("d")],
+            ]
+        )
+    ]
+    assert summary(whole).fingerprint not in {summary(path).fingerprint for path in changed}
 
 
-def test_new_output_holds_what_is_appended(files: Files) -> None:
-    with files.open() as journal:
-        journal.append(files.result(0))
-        assert read_records(files.output) == [files.result(0)]
+@pytest.mark.parametrize("name", COMPRESS)
+def test_compressed_file_is_read_whatever_its_name_and_in_pieces_one_after_the_other(tmp_path: Path, name: str) -> None:
+    path = write_rows(tmp_path / "in.jsonl", [chat_row("a"), chat_row("b")])
+    raw = path.read_bytes()
+    path.write_bytes(COMPRESS[name](raw[:50]) + COMPRESS[name](raw[50:]))
+    assert [row.custom_id for row in read_rows(path)] == ["a", "b"]
 
 
-def test_existing_output_is_refused_without_resume(files: Files) -> None:
-    files.output.write_text("precious")
-    assert "exists already" in files.refused(resume=False)
+def test_zstd_file_of_a_parallel_compressor_is_read(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.jsonl", [chat_row("a")])
+    skipped = b"\x50\x2a\x4d\x18\x04\x00\x00\x00size"
+    path.write_bytes(skipped + zstd.compress(path.read_bytes()))
+    assert [row.custom_id for row in read_rows(path)] == ["a"]
 
 
-def test_output_in_a_missing_folder_is_refused(files: Files) -> None:
-    files.output = files.output.parent / "none" / "out.jsonl"
-    assert "No such file" in files.refused(resume=False)
-
-
-def test_folder_as_output_is_refused(files: Files) -> None:
-    files.output.mkdir()
-    assert "directory" in files.refused()
-
-
-def test_second_run_on_the_same_output_is_refused(files: Files) -> None:
-    with files.open():
-        assert "another run is writing to it" in files.refused()
-
-
-def test_resume_without_an_output_starts_one(files: Files) -> None:
-    with files.open(resume=True) as journal:
-        assert journal.finished == set()
-
-
-def test_resume_keeps_results_and_permanent_errors(files: Files) -> None:
-    with files.open() as journal:
-        journal.append(files.result(1))
-        journal.append(files.error(2, InvalidRequest("no")))
-    before = files.output.read_bytes()
-    with files.open(resume=True) as journal:
-        assert journal.finished == {files.rows[1].key, files.rows[2].key}
-    assert files.output.read_bytes() == before
-
-
-@pytest.mark.parametrize("error", [WorkerLost("gone"), EngineError("sick"), RuntimeError("bug")])
-def test_resume_drops_errors_that_may_heal(files: Files, error: Exception) -> None:
-    with files.open() as journal:
-        journal.append(files.error(0, error))
-        journal.append(files.result(1))
-    files.output.chmod(0o600)
-    with files.open(resume=True) as journal:
-        assert journal.finished == {files.rows[1].key}
-        journal.append(files.result(0))
-        assert "another run is writing to it" in files.refused()
-    assert read_records(files.output) == [files.result(1), files.result(0)]
-    assert files.output.stat().st_mode & 0o777 == 0o600
-    assert sorted(path.name for path in files.output.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
-
-
-def test_resume_cuts_a_torn_last_line(files: Files) -> None:
-    with files.open() as journal:
-        journal.append(files.result(0))
-        journal.append(files.result(1))
-    whole = files.output.read_bytes()
-    for size in range(len(whole)):
-        files.output.write_bytes(whole[:size])
-        with files.open(resume=True) as journal:
-            num_whole = whole[:size].count(b"\n")
-            assert journal.finished == {row.key for row in files.rows[:num_whole]}
-        assert read_records(files.output) == [files.result(0)][:num_whole]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "garbage",
-        "[]",
-        "{}",
-        '{"id":"r","custom_id":"a","response":null,"error":null}',
-        '{"id":"r","custom_id":null,"response":null,"error":{"code":"x"}}',
-        '{"id":"r","custom_id":"a","response":null,"error":"x"}',
-    ],
-)
-def test_corrupt_line_is_named_and_nothing_is_touched(files: Files, line: str) -> None:
-    with files.open() as journal:
-        journal.append(files.result(0))
-    with files.output.open("a") as file:
-        file.write(line + "\n" + '{"torn')
-    assert "line 2 is not a result of a batch" in files.refused()
-
-
-def test_output_of_another_input_is_refused(files: Files) -> None:
-    with files.open() as journal:
-        journal.append(files.result(0))
-    write_rows(files.input, [chat_row("other")])
-    assert "line 1 belongs to no row of the input" in files.refused()
-
-
-def test_output_with_a_row_twice_is_refused(files: Files) -> None:
-    with files.open() as journal:
-        journal.append(files.result(0))
-        journal.append(files.result(0))
-    assert "lines 1 and 2 belong to the same row" in files.refused()
-
-
-def test_input_as_output_is_refused(files: Files) -> None:
-    files.output = files.input
-    assert "line 1 is not a result of a batch" in files.refused()
-
-
-@pytest.mark.parametrize("content", ['{"custom_id": "a"', "precious", "{", "\n", '{"id":"r0"}\nx'])
-def test_other_file_without_a_last_line_end_is_not_taken_for_a_torn_output(files: Files, content: str) -> None:
-    files.output.write_text(content)
-    if '{"id":"'.startswith(content):
-        files.open(resume=True).close()
+@pytest.mark.parametrize("name", COMPRESS)
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_damaged_compressed_file_is_named_with_the_last_good_line(tmp_path: Path, name: str, is_cut: bool) -> None:
+    rng = random.Random(1)
+    path = write_rows(tmp_path / "in.jsonl", [chat_row(f"r{n}", rng.randbytes(400).hex()) for n in range(1000)])
+    raw = bytearray(COMPRESS[name](path.read_bytes()))
+    if is_cut:
+        del raw[-1000:]
     else:
-        assert "is not a result of a batch" in files.refused()
+        raw[-1000:-900] = bytes(100)
+    path.write_bytes(raw)
+    assert "compressed data is damaged after line" in refused(path)
 
 
-def test_zeros_after_a_power_cut_are_cut_as_a_torn_line_is(files: Files) -> None:
-    with files.open() as journal:
-        journal.append(files.result(0))
-    with files.output.open("ab") as file:
-        file.write(b'{"i' + bytes(100))
-    with files.open(resume=True) as journal:
-        assert journal.finished == {files.rows[0].key}
-    assert read_records(files.output) == [files.result(0)]
+def test_patterns_name_files_in_order_and_plain_names_stay(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "x[1].jsonl", "deep/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    names = [
+        path.relative_to(tmp_path).as_posix() for path in find_files([tmp_path / "x[1].jsonl", tmp_path / "?.jsonl"])
+    ]
+    assert names == ["x[1].jsonl", "a.jsonl", "b.jsonl"]
+    assert find_files([tmp_path / "**" / "c.jsonl"]) == (tmp_path / "deep" / "c.jsonl",)
+    assert find_files([tmp_path / "none.jsonl"]) == (tmp_path / "none.jsonl",)
 
 
-def test_pipe_and_device_as_output_are_refused(files: Files) -> None:
-    os.mkfifo(files.output)
-    assert "is no regular file" in files.refused()
-    files.output = Path("/dev/full")
-    assert "is no regular file" in files.refused()
+def test_pattern_that_fits_nothing_and_file_named_twice_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(ConfigError, match="no file fits the pattern"):
+        find_files([tmp_path / "*.gz"])
+    with pytest.raises(ConfigError, match=r"a\.jsonl: is named twice"):
+        find_files([tmp_path / "a.jsonl", tmp_path / "*.jsonl"])
 
 
-def test_new_output_without_a_line_is_removed_again(files: Files) -> None:
-    with files.open():
-        assert files.output.exists()
-    assert not files.output.exists()
-    files.output.touch()
-    files.open(resume=True).close()
-    assert files.output.exists()
+def test_shards_share_no_row_and_leave_none_out(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.jsonl", [chat_row(f"r{number}") for number in range(10)])
+    shards = [BatchInput((path,), Shard.parse(f"{number}/3")) for number in (1, 2, 3)]
+    assert [[row.key for row in read_rows(shard)] for shard in shards] == [[1, 4, 7, 10], [2, 5, 8], [3, 6, 9]]
+    found = [check_input(shard, served_model=MODEL) for shard in shards]
+    assert [(one.num_rows, one.num_all_rows) for one in found] == [(4, 10), (3, 10), (3, 10)]
+    assert len({one.fingerprint for one in found}) == 1
 
 
-def test_half_a_surrogate_pair_in_a_message_is_written_as_json_can(files: Files) -> None:
-    with files.open() as journal:
-        journal.append(files.error(0, InvalidRequest("no '\ud800é'", param="\ud800")))
-    assert read_records(files.output)[0]["error"]["message"] == "no '\ud800é'"
+@pytest.mark.parametrize("text", ["", "1", "0/3", "4/3", "1/0", "-1/3", "a/3", "1/3/3", "1/9999999999"])
+def test_shard_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--shard .*: not i/n"):
+        Shard.parse(text)
 
 
-def test_full_disk_leaves_whole_lines_and_says_so(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = [200]
-    write = os.write
-
-    def limited(fd: int, data: bytes) -> int:
-        if not room[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = write(fd, data[: room[0]])
-        room[0] -= written
-        return written
-
-    with files.open() as journal:
-        monkeypatch.setattr("router.batch_file.os.write", limited)
-        journal.append(files.result(0))
-        with pytest.raises(OutputError, match="No space left on device"):
-            journal.append(files.result(1))
-        monkeypatch.undo()
-    assert read_records(files.output) == [files.result(0)]
-    with files.open(resume=True) as journal:
-        assert journal.finished == {files.rows[0].key}
+# --- What is remembered of rows. ---
 
 
-def test_failed_sync_says_so(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+@pytest.mark.parametrize("max_recent", [1, 2, 7, 64, 1000])
+def test_custom_id_that_stands_twice_is_found_in_memory_and_on_disk(max_recent: int) -> None:
+    rng = random.Random(max_recent)
+    for _ in range(20):
+        ids = [f"id-{number}" for number in range(100)]
+        second = rng.randrange(1, 100)
+        first = rng.randrange(second)
+        ids[second] = ids[first]
+        with CustomIds(max_recent=max_recent) as seen:
+            found = {seen.add(custom_id, place) for place, custom_id in enumerate(ids)} | {seen.flush()}
+        assert found == {None, (first, second)}
 
-    with files.open() as journal:
-        journal.append(files.result(0))
-        monkeypatch.setattr("router.batch_file.os.fsync", fail)
-        with pytest.raises(OutputError, match="Input/output error"):
-            journal.sync()
+
+def test_custom_ids_that_all_differ_are_all_new() -> None:
+    with CustomIds(max_recent=10) as seen:
+        assert {seen.add(f"id-{number}", number) for number in range(95)} | {seen.flush()} == {None}
+
+
+def test_row_set_takes_rows_of_its_input_once() -> None:
+    rows = RowSet(9)
+    assert [rows.add(row) for row in (9, 1, 9)] == [True, True, False]
+    assert [row for row in range(-20, 40) if row in rows] == [1, 9]
+    assert len(rows) == 2
