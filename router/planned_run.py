@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,8 +30,10 @@ MAX_ROWS = 1 << 18
 _MAX_CHAIN_BYTES = 64 << 20
 _MAX_STORED_BYTES = 1 << 30
 _IN_MEMORY_BYTES = 32 << 20
-_ROWS_PER_SEQ = 1.0
+_ROWS_PER_SEQ = 1.25
+"""Rows under way for each sequence that a worker runs: the next one is there when a place becomes free."""
 _BLOCKS_SHARE = 0.9
+"""Of a worker's blocks, what rows under way may need: the rest is for answers that are longer than expected."""
 _LOOK_S = 1.0
 """Time between two looks at how many workers there are."""
 
@@ -43,6 +46,14 @@ class Fleet:
     pace: Pace
 
 
+FleetView = Callable[[], Fleet | None]
+
+
+def no_fleet() -> Fleet | None:
+    """Where nobody tells which workers there are: rows go to any of them."""
+    return None
+
+
 def fleet_of(router: Router) -> Fleet | None:
     """The workers of a router, and what rows take of their time; `None` where there are none now."""
     loads = router.fleet.loads()
@@ -51,11 +62,9 @@ def fleet_of(router: Router) -> Fleet | None:
     state = router.queue.fleet_state(loads)
     rooms = zip(loads.workers, loads.max_num_seqs.tolist(), loads.kv_total_blocks.tolist(), strict=True)
     return Fleet(
-        {worker: Room(round(_ROWS_PER_SEQ * seqs), round(_BLOCKS_SHARE * blocks)) for worker, seqs, blocks in rooms},
+        {worker: Room(math.ceil(_ROWS_PER_SEQ * seqs), int(_BLOCKS_SHARE * blocks)) for worker, seqs, blocks in rooms},
         # An answer shares its steps with those of the other sequences.
-        Pace(
-            state.prefill_s_per_token, state.answer_s / float(loads.max_num_seqs.mean()), state.mean_output_tokens
-        ),
+        Pace(state.prefill_s_per_token, state.answer_s / float(loads.max_num_seqs.mean()), state.mean_output_tokens),
     )
 
 
@@ -88,6 +97,8 @@ class _Store:
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115
         self.num_bytes = 0
+        self.num_left = 0
+        """Rows that are not taken out yet."""
 
     def put(self, outline: Outline[Item]) -> _Stored[Item]:
         body = json.dumps(outline.body, separators=(",", ":")).encode()
@@ -96,12 +107,21 @@ class _Store:
         self._file.seek(self.num_bytes)
         self._file.write(body + (packed or b""))
         self.num_bytes += len(body) + len(packed or b"")
+        self.num_left += 1
         return stored
 
-    def get(self, stored: _Stored[Item]) -> tuple[Any, bytes | None]:
+    def take(self, stored: _Stored[Item]) -> tuple[Any, bytes | None]:
+        """What was put aside of a row, which is asked for once. Modifies; the last one ends the file."""
         self._file.seek(stored.start)
         body = json.loads(self._file.read(stored.body_bytes))
-        return body, None if stored.packed_bytes is None else self._file.read(stored.packed_bytes)
+        packed = None if stored.packed_bytes is None else self._file.read(stored.packed_bytes)
+        self.num_left -= 1
+        if not self.num_left:
+            self.close()
+        return body, packed
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class PlannedRun(Generic[Item]):
@@ -117,7 +137,7 @@ class PlannedRun(Generic[Item]):
         *,
         block_size_tokens: int,
         max_under_way: int,
-        fleet: Callable[[], Fleet | None],
+        fleet: FleetView,
         offload: Offload = asyncio.to_thread,
         first_rows: int = FIRST_ROWS,
         max_rows: int = MAX_ROWS,
@@ -133,15 +153,20 @@ class PlannedRun(Generic[Item]):
         self.most_waiting = 0
         """Most rows that were planned and not handed out."""
         self._wants_rows = asyncio.Event()
+        self._stores: list[_Store] = []
 
     async def run(self, rows: Iterator[Item]) -> None:
         """Run all rows, each to its end. Cancelling ends those under way."""
-        async with asyncio.TaskGroup() as upkeep:
-            looking = upkeep.create_task(self._keep_looking())
-            async with asyncio.TaskGroup() as self._tasks:
-                self._look()
-                await self._read(rows)
-            looking.cancel()
+        try:
+            async with asyncio.TaskGroup() as upkeep:
+                looking = upkeep.create_task(self._keep_looking())
+                async with asyncio.TaskGroup() as self._tasks:
+                    self._look()
+                    await self._read(rows)
+                looking.cancel()
+        finally:
+            for store in self._stores:
+                store.close()
 
     async def _read(self, rows: Iterator[Item]) -> None:
         """Have rows planned in ever larger numbers, whenever no more wait than the last time were added."""
@@ -165,6 +190,7 @@ class PlannedRun(Generic[Item]):
     async def _gathered(self, rows: Iterator[Item], most: int) -> Draft[_Stored[Item]]:
         draft: Draft[_Stored[Item]] = Draft()
         store = _Store()
+        self._stores = [each for each in self._stores if each.num_left] + [store]
         chain_bytes = 0
         for row in rows:
             outline = await self._outline(row)
@@ -190,7 +216,7 @@ class PlannedRun(Generic[Item]):
 
     async def _run_row(self, turn: Turn[_Stored[Item]]) -> None:
         stored = turn.item
-        await self._carry(stored.item, *stored.store.get(stored), turn.seat.worker)
+        await self._carry(stored.item, *stored.store.take(stored), turn.seat.worker)
         self.planner.finish(turn)
         self._fill(turn.seat)
 

@@ -5,9 +5,11 @@ Owns what of the planned rows is handed out, and to whom. Knows no clock, reads 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -30,6 +32,14 @@ _REMEMBERED_GROUPS = 8
 
 Urgency = tuple[int, int]
 """Priority, then how soon it is due: lower goes first, whatever it shares with others."""
+
+
+_NO_DEADLINE = 1 << 10
+
+
+def urgency_of(priority: int, deadline_s: float | None) -> Urgency:
+    """Rows that are due at about the same time go together, so that they are computed together if they share much."""
+    return priority, _NO_DEADLINE if deadline_s is None else math.frexp(deadline_s)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +198,8 @@ class Group(Generic[Item]):
     def divided(self, pace: Pace) -> Group[Item] | None:
         """Take the end off for a helper, if that ends the group sooner. Modifies."""
         plan = self.plan
-        copy_s = plan.num_shared[self.start : self.end] * (plan.block_size_tokens * pace.prefill_s_per_token)
+        block_s = plan.block_size_tokens * pace.prefill_s_per_token
+        copy_s: Floats = np.multiply(plan.num_shared[self.start : self.end], block_s)
         cut = best_cut(plan.left_s(self.start, self.end, pace), copy_s)
         if cut is None:
             return None
@@ -198,7 +209,7 @@ class Group(Generic[Item]):
 
 
 def planned(draft: Draft[Item], *, block_size_tokens: int, num_seats: int, pace: Pace) -> list[Group[Item]]:
-    """The rows of a draft in groups. Linear but for a sort; takes some 5 us for each row, so it belongs into a thread."""
+    """The rows of a draft in groups. Linear but for a sort; some 5 us a row, so it belongs into a thread."""
     if not draft:
         return []
     chains, urgencies = draft.chains, draft.urgencies
@@ -223,7 +234,7 @@ def planned(draft: Draft[Item], *, block_size_tokens: int, num_seats: int, pace:
             block_s=block_size_tokens * pace.prefill_s_per_token,
         )
         bounds = [start + each for each in starts] + [end]
-        groups += [Group(plan, *bounds[index : index + 2], urgency) for index in range(len(starts))]
+        groups += [Group(plan, *pair, urgency) for pair in pairwise(bounds)]
         start = end
     return groups
 
@@ -315,13 +326,14 @@ class Planner(Generic[Item]):
                 self._worker_to_seat[worker].room = room
         if self._worker_to_seat.keys() == worker_to_room.keys() or not worker_to_room:
             return False
-        for worker in self._worker_to_seat.keys() - worker_to_room.keys():
-            seat = self._worker_to_seat.pop(worker)
+        for gone in self._worker_to_seat.keys() - worker_to_room.keys():
+            seat = self._worker_to_seat.pop(gone)
             if seat.group:
                 self._put_back(seat.group)
             seat.group, seat.room = None, _NO_ROOM
-        for worker in worker_to_room.keys() - self._worker_to_seat.keys():
-            self._worker_to_seat[worker] = Seat(worker, worker_to_room[worker])
+        for worker, room in worker_to_room.items():
+            if worker not in self._worker_to_seat:
+                self._worker_to_seat[worker] = Seat(worker, room)
         return True
 
     def take(self, seat: Seat[Item]) -> Turn[Item] | None:
