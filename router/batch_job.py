@@ -13,6 +13,7 @@ from typing import Any
 from router.batch import BatchLimits, BatchReport, Inputs, OnRow, PreparedBatch, prepare_batch, run_prepared
 from router.batch_file import BatchInput, Shard
 from router.input_files import find_files
+from router.planned_run import fleet_of
 from router.requests import ServiceClass
 from router.serving import Say, Serving
 from router.workers import find_workers, serving_of
@@ -86,6 +87,7 @@ async def run_rows(
         service_class=ServiceClass.INTERACTIVE if serving.actors else ServiceClass.BATCH,
         on_row=on_row,
         progress=progress,
+        fleet=lambda: fleet_of(serving.router),
     )
 
 

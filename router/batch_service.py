@@ -19,6 +19,7 @@ from router.batch import BatchLimits, PreparedBatch, prepare_batch, run_prepared
 from router.batch_book import RUNNING, BatchBook, BatchRecord
 from router.batch_file import Row, read_rows
 from router.keys import Caller
+from router.planned_run import FleetView, no_fleet
 from router.requests import RequestTrace, ServiceClass
 from router.stored_files import FileStore
 from router.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ class BatchRuns:
     limits: BatchLimits
     caller_of: Callable[[str], Caller | None]
     """Whom a tenant's requests come from; `None` for a tenant that is gone."""
+    fleet: FleetView = no_fleet
 
 
 class BatchService:
@@ -158,6 +160,7 @@ class BatchService:
                 progress=False,
                 caller=caller,
                 service_class=ServiceClass.BATCH,
+                fleet=self._runs.fleet,
             )
         if not report.is_interrupted:
             await self._finish(record, "completed")
