@@ -18,7 +18,7 @@ from router.tokenizer import Detokenizer, Tokenizer
 from router.told import Message, Piece, TokenText, Whole
 from shared.errors import EngineError
 from shared.hashing import TOKEN_SIZE_BYTES
-from shared.types import FinishReason, RequestId
+from shared.types import FinishReason, RequestId, WorkerId
 
 
 class Generate(Protocol):
@@ -169,17 +169,24 @@ async def answers_to(
     tenant: str = "",
     service_class: ServiceClass = ServiceClass.INTERACTIVE,
     has_reasoning: bool = False,
+    packed_prompt: bytes | None = None,
+    worker: WorkerId | None = None,
+    since_s: float | None = None,
 ) -> list[Answer]:
     """The answers that a request asks for, in the order of its prompts; requests are named after `name`.
 
-    `has_reasoning`: whether workers tell a chat's reasoning from its content.
+    `has_reasoning`: whether workers tell a chat's reasoning from its content. `packed_prompt` are the tokens of its
+    only prompt, where they are known. Its deadline counts from `since_s` on the loop's clock, or from now.
 
     Raises:
         InvalidRequest: a prompt cannot be tokenised.
         ContextTooLong: a prompt and its answer do not fit.
     """
     answers: list[Answer] = []
-    for packed in await tokenise(parsed, tokenizer, salt):
+    deadline_at_s: float | None = None
+    if parsed.deadline_s is not None:
+        deadline_at_s = (asyncio.get_running_loop().time() if since_s is None else since_s) + parsed.deadline_s
+    for packed in await tokenise(parsed, tokenizer, salt) if packed_prompt is None else [packed_prompt]:
         sampling = parsed.sampling(len(packed) // TOKEN_SIZE_BYTES, max_model_len_tokens, has_reasoning=has_reasoning)
         new_detokenizer = partial(
             tokenizer.detokenizer, packed, stop=parsed.stop, stop_token_ids=sampling.stop_token_ids
@@ -195,6 +202,8 @@ async def answers_to(
                 priority=parsed.priority,
                 tenant=tenant,
                 service_class=service_class,
+                deadline_at_s=deadline_at_s,
+                worker=worker,
             )
             answers.append(Answer(index, request, new_detokenizer, tokenizer.token_text, bool(parsed.stop)))
     return answers

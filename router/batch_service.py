@@ -19,6 +19,7 @@ from router.batch import BatchLimits, PreparedBatch, prepare_batch, run_prepared
 from router.batch_book import RUNNING, BatchBook, BatchRecord
 from router.batch_file import Row, read_rows
 from router.keys import Caller
+from router.planned_run import FleetView, no_fleet
 from router.requests import RequestTrace, ServiceClass
 from router.stored_files import FileStore
 from router.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ class BatchRuns:
     """Whom a tenant's requests come from; `None` for a tenant that is gone."""
     has_reasoning: bool = False
     """Whether workers tell a chat's reasoning from its content."""
+    fleet: FleetView = no_fleet
 
 
 class BatchService:
@@ -161,6 +163,7 @@ class BatchService:
                 caller=caller,
                 service_class=ServiceClass.BATCH,
                 has_reasoning=self._runs.has_reasoning,
+                fleet=self._runs.fleet,
             )
         if not report.is_interrupted:
             await self._finish(record, "completed")

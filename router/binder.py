@@ -96,6 +96,8 @@ class Binder:
         self._table = HeldTable()
         self._workers: tuple[WorkerId, ...] = ()
         """Whose columns the table has; another tuple means other columns."""
+        self._columns: dict[WorkerId | None, int] = {}
+        """Where each of them stands."""
         self._column_to_reserved: dict[int, Held] = {}
         """Workers that are kept free for a large request, as of the last pass."""
         self._num_passes = 0
@@ -183,7 +185,7 @@ class Binder:
         rows = slice(held.row, held.row + 1)
         requests = self._table.requests(rows, self._clock())
         costs = self._policy.costs(requests, loads, self.fleet_state(loads), self._rng)
-        if self._column_to_reserved or held.excluded:
+        if self._column_to_reserved or held.is_choosy:
             costs = self._barred(costs, np.array([held.row]))
         column = int(costs.best(loads)[0])
         self._table.waits_for[rows] = column
@@ -208,7 +210,7 @@ class Binder:
             if weighed is None:
                 weighed = self._policy.costs(self._ranked(requests), loads, fleet, self._rng)
             costs = weighed
-            if self._column_to_reserved or self._table.num_excluding:
+            if self._column_to_reserved or self._table.num_choosy:
                 costs = self._barred(costs, rows)
             best = costs.best(loads)
             pairs = np.arange(len(rows)), best
@@ -285,12 +287,19 @@ class Binder:
         return [table[row] for row in np.argsort(-precedence).tolist()]
 
     def _barred(self, costs: Costs, rows: Ints) -> Costs:
-        """Infinite where a worker is reserved, or has failed a request that has others left."""
+        """Infinite where a worker is reserved, has failed a request that has others left, or is not the one that it is
+        for and that is there."""
         total = costs.total.copy()
         total[:, list(self._column_to_reserved)] = math.inf
         for index, row in enumerate(rows.tolist()):
-            excluded = self._table[row].excluded
-            if excluded:
+            held = self._table[row]
+            excluded = held.excluded
+            if held.request.worker in self._columns and held.request.worker not in excluded:
+                column = self._columns[held.request.worker]
+                own_total = total[index, column]
+                total[index] = math.inf
+                total[index, column] = own_total
+            elif excluded:
                 others = total[index].copy()
                 others[[column for column, worker in enumerate(self._workers) if worker in excluded]] = math.inf
                 if others.min() < math.inf:
@@ -330,6 +339,7 @@ class Binder:
         """Where the workers have changed, all rows are credited anew."""
         if loads.workers is not self._workers:
             self._workers = loads.workers
+            self._columns = {worker: column for column, worker in enumerate(loads.workers)}
             self._column_to_reserved.clear()
             self._credit.relay(loads)
             self._table.relay(len(loads))

@@ -46,6 +46,11 @@ class Held:
     has_place: bool = False
     """Told to the admission, which counts it."""
 
+    @property
+    def is_choosy(self) -> bool:
+        """Whether some workers may be barred from it."""
+        return bool(self.excluded) or self.request.worker is not None
+
 
 class HeldTable:
     """Owns the rows of the requests that wait. Rows are dense: the last one moves to where one is taken out.
@@ -61,8 +66,8 @@ class HeldTable:
         self._num_workers = 0
         self.total_own_tokens = 0
         """Of all requests that are not bound: what `own_tokens` adds up to."""
-        self.num_excluding = 0
-        """Requests that some worker has failed."""
+        self.num_choosy = 0
+        """Requests that not every worker may take."""
         self._key_to_sharing: dict[BlockKey, set[Held]] = {}
         self._unindexed: dict[Held, None] = {}
         self._allocate(_FIRST_CAPACITY)
@@ -145,7 +150,7 @@ class HeldTable:
             self._allocate(2 * row)
         self._held.append(held)
         self._unindexed[held] = None
-        self.num_excluding += bool(held.excluded)
+        self.num_choosy += held.is_choosy
         self._ordinals[row] = held.ordinal
         self._num_prompt_tokens[row] = held.request.num_prompt_tokens
         self._demand_blocks[row] = held.demand_blocks
@@ -202,7 +207,7 @@ class HeldTable:
             return
         held.row = None
         self._set_own_tokens(row, 0)
-        self.num_excluding -= bool(held.excluded)
+        self.num_choosy -= held.is_choosy
         self._unindex(held)
         last = len(self._held) - 1
         if row != last:

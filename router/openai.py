@@ -52,6 +52,8 @@ class ParsedRequest:
     cache_salt: str
     user: str | None
     priority: int
+    deadline_s: float | None = None
+    """Time until the answer must be whole; `None`: any."""
     num_choices: int = 1
     """Answers to each prompt."""
     is_streamed: bool = False
@@ -162,6 +164,7 @@ def parse_request(
         cache_salt=values.get("cache_salt", ""),
         user=values.get("user"),
         priority=values.get("priority", 0),
+        deadline_s=values.get("deadline_s"),
         num_choices=values.get("n", 1),
         is_streamed=is_streamed,
         wants_usage=values.get("stream_options", False),
@@ -211,6 +214,8 @@ def completion_body(
 
 
 # Ranges are those of OpenAI's reference where it has the field, else vLLM's (`SamplingParams`).
+_MAX_DEADLINE_S = 1e9
+"""As good as none."""
 DEFAULT_COMPLETION_TOKENS = 16
 """Of `/v1/completions`, where a request names no number."""
 _SAMPLING_CHECKS: Mapping[str, fields.Check] = {
@@ -234,6 +239,7 @@ _COMMON_CHECKS: Mapping[str, fields.Check] = {
     "cache_salt": fields.label,
     "user": fields.label,
     "priority": fields.integer(-(1 << 31), (1 << 31) - 1),
+    "deadline_s": fields.number(0, _MAX_DEADLINE_S, is_low_open=True),
     "metadata": fields.mapping,
     "n": fields.integer(1, MAX_CHOICES),
     "stream": fields.flag,

@@ -46,6 +46,9 @@ class GenerateRequest:
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     deadline_at_s: float | None = None
     """When its last token must be there at the latest, on the loop's clock; `None` for whenever."""
+    worker: WorkerId | None = None
+    """Who is to take it while it is there: then the policy says when, and nobody else gets it. `None`: whom the policy
+    finds best."""
     traceparent: str = ""
     """The caller's span, as W3C Trace Context has it in the header of that name; empty where there is none."""
 

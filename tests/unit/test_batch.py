@@ -391,6 +391,14 @@ async def test_full_disk_ends_the_run_with_one_error_and_frees_all(
     assert (await bench.run(rows, bench.fake(), resume=True)).num_ok == 9
 
 
+async def test_input_that_changes_between_check_and_run_is_refused(bench: Bench) -> None:
+    with bench.prepare([chat_row("a"), chat_row("b")]) as prepared:
+        write_rows(bench.input, [chat_row("b"), chat_row("a"), chat_row("c")])
+        with pytest.raises(ConfigError, match=r"in\.jsonl: has changed since it was checked"):
+            list(prepared.read_rows())
+    assert not bench.output.exists()
+
+
 async def test_failing_sync_ends_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(journal: Journal) -> None:
         raise OutputError("disk is broken")

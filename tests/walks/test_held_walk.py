@@ -37,7 +37,7 @@ class _Walk:
         for held in list(self.held):
             self.table.remove(held)
             self.table.remove(held)
-        assert len(self.table) == self.table.total_own_tokens == self.table.num_excluding == 0
+        assert len(self.table) == self.table.total_own_tokens == self.table.num_choosy == 0
         assert not self.table._key_to_sharing
         assert not self.table._unindexed
 
@@ -117,7 +117,7 @@ class _Walk:
         }
         assert [self.table.own_tokens[held.row] for held in self.held] == list(own.values())
         assert self.table.total_own_tokens == sum(own.values())
-        assert self.table.num_excluding == sum(bool(held.excluded) for held in self.held)
+        assert self.table.num_choosy == sum(held.is_choosy for held in self.held)
         self._check_sharing()
 
     def _check_sharing(self) -> None:

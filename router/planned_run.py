@@ -1,0 +1,234 @@
+"""Runs rows in the order of a plan: reads ahead as far as memory is meant for it, has that planned, hands rows out.
+
+Knows nothing of files, prompts or answers. What is read ahead and not handed out lies in files of its own without a
+name, which end with the process, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from router.planner import Draft, Pace, Planner, Room, Seat, Turn, Urgency, planned
+from router.service import Router
+from shared.types import WorkerId
+
+Item = TypeVar("Item")
+Offload = Callable[..., Awaitable[Any]]
+"""Has a function called where it does not hold the loop: `asyncio.to_thread`."""
+
+FIRST_ROWS = 4096
+"""Rows that are planned before the first of them runs: read in a second or so, and enough to know the large groups."""
+_GROWTH = 4
+MAX_ROWS = 1 << 18
+"""Most rows that are planned together: what a beginning costs for each of them is little by then."""
+_MAX_CHAIN_BYTES = 64 << 20
+_MAX_STORED_BYTES = 1 << 30
+_IN_MEMORY_BYTES = 32 << 20
+_ROWS_PER_SEQ = 1.25
+"""Rows under way for each sequence that a worker runs: the next one is there when a place becomes free."""
+_BLOCKS_SHARE = 0.9
+"""Of a worker's blocks, what rows under way may need: the rest is for answers that are longer than expected."""
+_LOOK_S = 1.0
+"""Time between two looks at how many workers there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What a plan needs to know of the workers that there are."""
+
+    worker_to_room: Mapping[WorkerId, Room]
+    pace: Pace
+
+
+FleetView = Callable[[], Fleet | None]
+
+
+def no_fleet() -> Fleet | None:
+    """Where nobody tells which workers there are: rows go to any of them."""
+    return None
+
+
+def fleet_of(router: Router) -> Fleet | None:
+    """The workers of a router, and what rows take of their time; `None` where there are none now."""
+    loads = router.fleet.loads()
+    if not len(loads):
+        return None
+    state = router.queue.fleet_state(loads)
+    rooms = zip(loads.workers, loads.max_num_seqs.tolist(), loads.kv_total_blocks.tolist(), strict=True)
+    return Fleet(
+        {worker: Room(math.ceil(_ROWS_PER_SEQ * seqs), int(_BLOCKS_SHARE * blocks)) for worker, seqs, blocks in rooms},
+        # An answer shares its steps with those of the other sequences.
+        Pace(state.prefill_s_per_token, state.answer_s / float(loads.max_num_seqs.mean()), state.mean_output_tokens),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outline(Generic[Item]):
+    """What a plan needs to know of a row, and what is put aside of it until it runs."""
+
+    item: Item
+    chain: bytes = b""
+    num_prompt_tokens: int = 0
+    urgency: Urgency = (0, 0)
+    body: Any = None
+    """Anything with a form in JSON."""
+    packed: bytes | None = None
+    """The prompt's tokens; `None` where there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored(Generic[Item]):
+    item: Item
+    store: _Store
+    start: int
+    body_bytes: int
+    packed_bytes: int | None
+
+
+class _Store:
+    """Bodies and tokens of the rows that are planned together; in memory as long as they are small."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115
+        self.num_bytes = 0
+        self.num_left = 0
+        """Rows that are not taken out yet."""
+
+    def put(self, outline: Outline[Item]) -> _Stored[Item]:
+        body = json.dumps(outline.body, separators=(",", ":")).encode()
+        packed = outline.packed
+        stored = _Stored(outline.item, self, self.num_bytes, len(body), None if packed is None else len(packed))
+        self._file.seek(self.num_bytes)
+        self._file.write(body + (packed or b""))
+        self.num_bytes += len(body) + len(packed or b"")
+        self.num_left += 1
+        return stored
+
+    def take(self, stored: _Stored[Item]) -> tuple[Any, bytes | None]:
+        """What was put aside of a row, which is asked for once. Modifies; the last one ends the file."""
+        self._file.seek(stored.start)
+        body = json.loads(self._file.read(stored.body_bytes))
+        packed = None if stored.packed_bytes is None else self._file.read(stored.packed_bytes)
+        self.num_left -= 1
+        if not self.num_left:
+            self.close()
+        return body, packed
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class PlannedRun(Generic[Item]):
+    """Owns a run's plan and its tasks: each row is run once, at most `max_under_way` of them at a time.
+
+    Never more than twice `max_rows` rows are planned and wait. What `carry` raises ends the run.
+    """
+
+    def __init__(
+        self,
+        outline: Callable[[Item], Awaitable[Outline[Item] | None]],
+        carry: Callable[[Item, Any, bytes | None, WorkerId | None], Awaitable[None]],
+        *,
+        block_size_tokens: int,
+        max_under_way: int,
+        fleet: FleetView,
+        offload: Offload = asyncio.to_thread,
+        first_rows: int = FIRST_ROWS,
+        max_rows: int = MAX_ROWS,
+    ) -> None:
+        self._outline = outline
+        self._carry = carry
+        self._block_size_tokens = block_size_tokens
+        self._fleet = fleet
+        self._offload = offload
+        self._first_rows = min(first_rows, max_rows)
+        self._max_rows = max_rows
+        self.planner: Planner[_Stored[Item]] = Planner(max_under_way=max_under_way)
+        self.most_waiting = 0
+        """Most rows that were planned and not handed out."""
+        self._wants_rows = asyncio.Event()
+        self._stores: list[_Store] = []
+
+    async def run(self, rows: Iterator[Item]) -> None:
+        """Run all rows, each to its end. Cancelling ends those under way."""
+        try:
+            async with asyncio.TaskGroup() as upkeep:
+                looking = upkeep.create_task(self._keep_looking())
+                async with asyncio.TaskGroup() as self._tasks:
+                    self._look()
+                    await self._read(rows)
+                looking.cancel()
+        finally:
+            for store in self._stores:
+                store.close()
+
+    async def _read(self, rows: Iterator[Item]) -> None:
+        """Have rows planned in ever larger numbers, whenever no more wait than the last time were added."""
+        size = self._first_rows
+        while draft := await self._gathered(rows, size):
+            groups = await self._offload(
+                planned,
+                draft,
+                block_size_tokens=self._block_size_tokens,
+                num_seats=len(self.planner.seats),
+                pace=self.planner.pace,
+            )
+            self.planner.add(groups)
+            self.most_waiting = max(self.most_waiting, self.planner.num_waiting)
+            self._fill_all()
+            size = min(_GROWTH * size, self._max_rows)
+            while self.planner.num_waiting > self._max_rows:
+                self._wants_rows.clear()
+                await self._wants_rows.wait()
+
+    async def _gathered(self, rows: Iterator[Item], most: int) -> Draft[_Stored[Item]]:
+        draft: Draft[_Stored[Item]] = Draft()
+        store = _Store()
+        self._stores = [each for each in self._stores if each.num_left] + [store]
+        chain_bytes = 0
+        for row in rows:
+            outline = await self._outline(row)
+            if outline is not None:
+                draft.add(store.put(outline), outline.chain, outline.num_prompt_tokens, outline.urgency)
+                chain_bytes += len(outline.chain)
+            # Answers must come through while rows are read.
+            await asyncio.sleep(0)
+            if len(draft) >= most or chain_bytes >= _MAX_CHAIN_BYTES or store.num_bytes >= _MAX_STORED_BYTES:
+                break
+        return draft
+
+    def _fill_all(self) -> None:
+        for seat in list(self.planner.seats):
+            self._fill(seat)
+
+    def _fill(self, seat: Seat[_Stored[Item]]) -> None:
+        """Have a seat's next rows run, as many as it may have under way."""
+        while (turn := self.planner.take(seat)) is not None:
+            self._tasks.create_task(self._run_row(turn))
+        if self.planner.num_waiting <= self._max_rows:
+            self._wants_rows.set()
+
+    async def _run_row(self, turn: Turn[_Stored[Item]]) -> None:
+        stored = turn.item
+        await self._carry(stored.item, *stored.store.take(stored), turn.seat.worker)
+        self.planner.finish(turn)
+        self._fill(turn.seat)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._look()
+
+    def _look(self) -> None:
+        fleet = self._fleet()
+        if fleet is None:
+            return
+        self.planner.pace = fleet.pace
+        if self.planner.seat(fleet.worker_to_room):
+            self._fill_all()
