@@ -66,7 +66,7 @@ async def take_down(run_dir: Path, say: Say) -> bool:
     if not run.has_own_ray:
         await _end_actors(run, say)
     await asyncio.to_thread(runfile.end_processes, run.marker)
-    if run.redis_url and not run.settings.get("redis_url"):
+    if run.redis_url.startswith("unix:") and not run.settings.get("redis_url"):
         stop_detached(run.redis_url)
     if run.folder:
         shutil.rmtree(run.folder, ignore_errors=True)
@@ -104,11 +104,6 @@ async def _bring_up(
     await launch.check_given_store(settings)
     await launch.prepare_model_folder(settings, say)
     environment = launch.process_environment(run.marker)
-    if not run.redis_url:
-        store = EmbeddedStore(environment=environment, is_detached=True)
-        store.start()
-        run = replace(run, redis_url=store.url)
-        runfile.write_run(run_dir, run)
     ray_address = settings.ray_address
     if not ray_address:
         say("starting Ray")
@@ -123,6 +118,11 @@ async def _bring_up(
         ray_address, num_local_cpus=0, environment=launch.worker_environment(run.marker, run.folder or None)
     )
     stack.callback(cluster.leave_ray)
+    if not run.redis_url:
+        store = EmbeddedStore(environment=environment, host=launch.store_host(settings), is_detached=True)
+        store.start()
+        run = replace(run, redis_url=store.url)
+        runfile.write_run(run_dir, run)
     ids = launch.worker_ids(range(settings.workers), run.worker_tag)
     run = replace(run, workers=tuple(ids))
     runfile.write_run(run_dir, run)
@@ -273,4 +273,4 @@ async def _drain_one(worker: WorkerId, drain_timeout_s: float, say: Say) -> None
     else:
         rest = f"; {num_cut_off} requests were still running and go on elsewhere" if num_cut_off else ""
         say(f"worker {worker} has left{rest}")
-    cluster.kill_actor(actor)
+    cluster.kill_actor(actor, launch.actor_name(worker))

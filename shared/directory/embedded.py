@@ -1,10 +1,11 @@
-"""Runs a Redis-protocol server of our own on a Unix socket: starts it, waits until it answers, and ends it."""
+"""Runs a Redis-protocol server of our own: starts it, waits until it answers, and ends it."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -57,7 +58,10 @@ def find_server() -> Path:
 
 
 class EmbeddedStore:
-    """One server process in a private folder: no TCP port, nothing written to disk, nothing left after `stop`.
+    """One server process in a private folder: nothing written to disk, nothing left after `stop`.
+
+    It listens on a Unix socket, and on no TCP port unless `host` names an address that others are to reach it at; then
+    it asks for a password, which stands in `url`.
 
     On Linux the server dies with the *thread* that calls `start`, so that must be one that lives as long as the store
     is wanted, as the main thread does. With `is_detached` it has a session of its own and outlives its parent, which
@@ -68,10 +72,14 @@ class EmbeddedStore:
         self,
         *,
         environment: Mapping[str, str] | None = None,
+        host: str | None = None,
         is_detached: bool = False,
         start_timeout_s: float = 10.0,
     ) -> None:
         self._environment = environment
+        self._host = host
+        self._port = 0
+        self._password = ""
         self._is_detached = is_detached
         self._start_timeout_s = start_timeout_s
         self._folder: Path | None = None
@@ -79,9 +87,15 @@ class EmbeddedStore:
 
     @property
     def url(self) -> str:
-        """`unix:///path`, the same over restarts. Raises `RuntimeError` while the store is not started."""
+        """`unix:///path` or `redis://:PASSWORD@HOST:PORT`, the same over restarts.
+
+        Raises `RuntimeError` while the store is not started.
+        """
         if self._folder is None:
             raise RuntimeError("the store is not started")
+        if self._host is not None:
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            return f"redis://:{self._password}@{host}:{self._port}"
         return f"unix://{self._folder / _SOCKET_NAME}"
 
     @property
@@ -100,6 +114,9 @@ class EmbeddedStore:
         binary = find_server()
         if self._folder is None:
             self._folder = _make_private_folder()
+            if self._host is not None:
+                self._port, self._password = _free_port(self._host), secrets.token_hex(32)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         self._process = self._spawn(binary, self._folder)
         try:
             is_ready = _wait_ready(self._process, self._folder / _SOCKET_NAME, self._start_timeout_s)
@@ -110,6 +127,9 @@ class EmbeddedStore:
         if not is_ready:
             self.stop()
             raise ConfigError(f"{binary} did not come up: {last_words or 'it said nothing'}")
+        if self._host is not None:
+            # Nothing in it is needed any more, and nobody who knows only the URL could remove it.
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def stop(self) -> None:
         """End the server and remove its folder. Idempotent."""
@@ -132,25 +152,32 @@ class EmbeddedStore:
         self.stop()
 
     def _spawn(self, binary: Path, folder: Path) -> subprocess.Popen[bytes]:
-        command = [str(binary), "--port", "0", "--unixsocket", str(folder / _SOCKET_NAME), "--unixsocketperm", "700"]
+        command = [str(binary), "--port", str(self._port), "--unixsocket", str(folder / _SOCKET_NAME)]
+        command += ["--unixsocketperm", "700", "--bind", self._host or "127.0.0.1"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(folder), "--databases", "1"]
         # A server that writes its state into its title wipes out the environment that others see, and find it by.
         command += ["--daemonize", "no", "--loglevel", "warning", "--set-proc-title", "no"]
+        command += ["-"]  # reads the rest from stdin, since everybody sees arguments
         if not self._is_detached and sys.platform == "linux":
             command = [sys.executable, "-I", "-S", "-c", _BECOME_BOUND, str(os.getpid()), *command]
         with (folder / _LOG_NAME).open("wb") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=self._is_detached,
             )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            if self._password:
+                process.stdin.write(f"requirepass {self._password}\n".encode())
+        return process
 
 
 def stop_detached(url: str) -> None:
-    """Tell the detached store at `url` to end, and remove its folder. No error if it is gone."""
+    """Tell the detached store on the Unix socket of `url` to end, and remove its folder. No error if it is gone."""
     socket_path = Path(url.removeprefix("unix://"))
     if socket_path.name != _SOCKET_NAME or not socket_path.parent.name.startswith(_FOLDER_PREFIX):
         raise ValueError("not the URL of an embedded store")
@@ -160,6 +187,14 @@ def stop_detached(url: str) -> None:
         connection.sendall(b"SHUTDOWN NOSAVE\r\n")
         connection.recv(1)  # ends when the server does
     shutil.rmtree(socket_path.parent, ignore_errors=True)
+
+
+def _free_port(host: str) -> int:
+    """A port that nobody listens on now; the server does not come up where somebody takes it in between."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _make_private_folder() -> Path:
@@ -189,5 +224,5 @@ def _answers(socket_path: Path) -> bool:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         connection.connect(str(socket_path))
         connection.sendall(b"PING\r\n")
-        return connection.recv(5) == b"+PONG"
+        return connection.recv(5) in (b"+PONG", b"-NOAU")  # asking for its password is an answer
     return False
