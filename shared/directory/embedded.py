@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 import secrets
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 from shared.errors import ConfigError
 
@@ -26,6 +28,7 @@ _ANSWER_TIMEOUT_S = 2.0
 _FOLDER_PREFIX = "kvroute-store-"
 _SOCKET_NAME = "store.sock"
 _LOG_NAME = "store.log"
+_SETTINGS_NAME = "store.conf"
 
 # Becomes the server after asking the kernel to kill it with the thread that started it. A process of its own asks,
 # since code between fork and exec of a threaded process may deadlock. The parent may die before the kernel is asked:
@@ -113,10 +116,10 @@ class EmbeddedStore:
             return
         binary = find_server()
         if self._folder is None:
-            self._folder = _make_private_folder()
+            self._password = secrets.token_hex(32)
+            self._folder = _make_private_folder(_folder_name(self._password))
             if self._host is not None:
-                self._port, self._password = _free_port(self._host), secrets.token_hex(32)
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+                self._port = _free_port(self._host)
         self._process = self._spawn(binary, self._folder)
         try:
             is_ready = _wait_ready(self._process, self._folder / _SOCKET_NAME, self._start_timeout_s)
@@ -127,9 +130,6 @@ class EmbeddedStore:
         if not is_ready:
             self.stop()
             raise ConfigError(f"{binary} did not come up: {last_words or 'it said nothing'}")
-        if self._host is not None:
-            # Nothing in it is needed any more, and nobody who knows only the URL could remove it.
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def stop(self) -> None:
         """End the server and remove its folder. Idempotent."""
@@ -152,41 +152,62 @@ class EmbeddedStore:
         self.stop()
 
     def _spawn(self, binary: Path, folder: Path) -> subprocess.Popen[bytes]:
-        command = [str(binary), "--port", str(self._port), "--unixsocket", str(folder / _SOCKET_NAME)]
+        # A file, since everybody sees arguments.
+        settings_path = folder / _SETTINGS_NAME
+        settings_path.write_text(f"requirepass {self._password}\n" if self._host is not None else "")
+        command = [
+            str(binary),
+            str(settings_path),
+            "--port",
+            str(self._port),
+            "--unixsocket",
+            str(folder / _SOCKET_NAME),
+        ]
         command += ["--unixsocketperm", "700", "--bind", self._host or "127.0.0.1"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(folder), "--databases", "1"]
         # A server that writes its state into its title wipes out the environment that others see, and find it by.
         command += ["--daemonize", "no", "--loglevel", "warning", "--set-proc-title", "no"]
-        command += ["-"]  # reads the rest from stdin, since everybody sees arguments
         if not self._is_detached and sys.platform == "linux":
             command = [sys.executable, "-I", "-S", "-c", _BECOME_BOUND, str(os.getpid()), *command]
         with (folder / _LOG_NAME).open("wb") as log:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=self._is_detached,
             )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:
-            if self._password:
-                process.stdin.write(f"requirepass {self._password}\n".encode())
-        return process
 
 
-def stop_detached(url: str) -> None:
-    """Tell the detached store on the Unix socket of `url` to end, and remove its folder. No error if it is gone."""
+def _socket_of(url: str) -> Path:
+    """Where the store at `url` listens on its own host."""
+    if url.startswith("redis://"):
+        name = _folder_name(urlsplit(url).password or "")
+        folders = [parent / name for parent in (Path(tempfile.gettempdir()), Path("/tmp"))]
+        return next(filter(Path.is_dir, folders), folders[0]) / _SOCKET_NAME
     socket_path = Path(url.removeprefix("unix://"))
     if socket_path.name != _SOCKET_NAME or not socket_path.parent.name.startswith(_FOLDER_PREFIX):
         raise ValueError("not the URL of an embedded store")
+    return socket_path
+
+
+def stop_detached(url: str) -> None:
+    """Tell the detached store at `url` to end, and remove its folder. No error if it is gone."""
+    socket_path = _socket_of(url)
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         connection.connect(str(socket_path))
-        connection.sendall(b"SHUTDOWN NOSAVE\r\n")
-        connection.recv(1)  # ends when the server does
+        password = urlsplit(url).password
+        connection.sendall((f"AUTH {password}\r\n" if password else "").encode() + b"SHUTDOWN NOSAVE\r\n")
+        while connection.recv(64):  # ends when the server does
+            pass
     shutil.rmtree(socket_path.parent, ignore_errors=True)
+
+
+def _folder_name(password: str) -> str:
+    """Follows from what only those know who may use the store, and tells nothing of it."""
+    return _FOLDER_PREFIX + hashlib.sha256(password.encode()).hexdigest()[:12]
 
 
 def _free_port(host: str) -> int:
@@ -197,13 +218,13 @@ def _free_port(host: str) -> int:
         return port
 
 
-def _make_private_folder() -> Path:
+def _make_private_folder(name: str) -> Path:
     """A folder that only this user may enter and whose path leaves room for a socket's name."""
-    for parent in (None, "/tmp"):
-        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))  # mode 0700
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        folder = Path(parent, name)
         if len(os.fsencode(folder / _SOCKET_NAME)) <= _MAX_SOCKET_PATH_BYTES:
+            folder.mkdir(mode=0o700)
             return folder
-        folder.rmdir()
     raise ConfigError(f"the temporary folder's path is too long for a socket ({_MAX_SOCKET_PATH_BYTES} bytes)")
 
 

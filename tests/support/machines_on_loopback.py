@@ -45,6 +45,7 @@ exec {ssh} -p {port} -i {key} "$@"
 _BASHRC = """export PATH={home}/bin:{bin}:$PATH PYTHONPATH={root}
 cd {home}
 """
+"""In place of an installation on each of them."""
 
 
 @dataclass(frozen=True, slots=True)
