@@ -54,12 +54,14 @@ class Cluster:
         document["auth"] = {"ssh_user": ssh_user(), "ssh_private_key": str(machines.key)}
         document |= {"min_workers": len(self.nodes), "max_workers": len(self.nodes), "setup_commands": []}
         # Nodes on one host need ports, folders and addresses of their own.
-        one_of_several = "--dashboard-agent-listen-port=0 --num-cpus=2 --temp-dir=$HOME/ray"
+        one_of_several = (
+            "--node-ip-address=$(echo $SSH_CONNECTION | cut -d' ' -f3) --temp-dir=$HOME/ray "
+            "--dashboard-agent-listen-port=0 --num-cpus=2"
+        )
         replaced = {
-            "--port=6379": f"--port={ray_port} --node-ip-address={self.head.address} {one_of_several} "
+            "--port=6379": f"--port={ray_port} {one_of_several} "
             f"--dashboard-port={self._dashboard_port} --ray-client-server-port={client_port}",
-            "$RAY_HEAD_IP:6379": f"$RAY_HEAD_IP:{ray_port} --node-ip-address=$RAY_CLOUD_INSTANCE_ID "
-            f"{one_of_several} --num-gpus=1",
+            "$RAY_HEAD_IP:6379": f"$RAY_HEAD_IP:{ray_port} {one_of_several} --num-gpus=1",
             "--object-manager-port=8076": "",
         }
         for kind in ("head", "worker"):
