@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,10 @@ import ray
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from router.placement import Node, WorkerResources, describe_room, num_workers_that_fit
 from shared.errors import ConfigError, EngineError, KvrouteError
 
 logger = logging.getLogger(__name__)
@@ -31,14 +33,6 @@ _SYSTEM_CONFIG = {"process_group_cleanup_enabled": True}
 _LISTENS_TIMEOUT_S = 10.0
 _OBJECT_STORE_BYTES = 100 << 20
 """Ray's own minimum is 75 MiB; no object of ours goes through its store."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerResources:
-    """What one worker asks of its node."""
-
-    num_cpus: int
-    num_gpus: float
 
 
 def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, str]) -> str:
@@ -105,49 +99,57 @@ def leave_ray() -> None:
     ray.shutdown()
 
 
-def is_single_node() -> bool:
-    """Whether all nodes are this host, so that Unix sockets reach every worker."""
-    return len([node for node in ray.nodes() if node["Alive"]]) == 1
+def own_address() -> str:
+    """The address under which other nodes reach this one."""
+    address: str = ray.util.get_node_ip_address()
+    return address
+
+
+def nodes() -> list[Node]:
+    """The nodes that live, with what they have and what of it is free."""
+    free = available_resources_per_node()
+    return [
+        Node(node["NodeManagerHostname"], node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def check_resources(num_workers: int, resources: WorkerResources) -> None:
     """Fail at once where Ray would wait for ever.
 
     Raises:
-        ConfigError: the cluster has less than the workers ask for; names both figures.
+        ConfigError: the cluster has less than the workers ask for; names what they need and what each node has.
     """
-    if any(need > have for _, need, have in _needs(num_workers, resources)):
+    if num_workers_that_fit(resources, nodes()) < num_workers:
         raise ConfigError(f"too many workers: {describe_resources(num_workers, resources)}")
+
+
+def missing_room(num_workers: int, resources: WorkerResources) -> str | None:
+    """What the nodes have, where that is not enough for so many workers more; `None` where it is."""
+    if num_workers_that_fit(resources, nodes(), is_free=True) >= num_workers:
+        return None
+    return describe_resources(num_workers, resources)
 
 
 def describe_resources(num_workers: int, resources: WorkerResources) -> str:
     """What the workers ask for, and what the cluster has."""
-    needs = _needs(num_workers, resources)
-    return f"{num_workers} workers need " + ", ".join(
-        f"{need:g} {kind} of the {have:g} that the Ray cluster has" for kind, need, have in needs if need
-    )
-
-
-def has_room(resources: WorkerResources) -> bool:
-    """Whether one more worker finds its place on some node now. What was just freed may show a second later."""
-    wanted = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
-    return any(
-        all(free.get(kind, 0.0) >= need for kind, need in wanted.items())
-        for free in available_resources_per_node().values()
-    )
-
-
-def _needs(num_workers: int, resources: WorkerResources) -> list[tuple[str, float, float]]:
-    """Kind of resource, what is needed, what there is."""
-    have = ray.cluster_resources()
-    kinds = (("CPU", resources.num_cpus), ("GPU", resources.num_gpus))
-    return [(kind, each * num_workers, have.get(kind, 0.0)) for kind, each in kinds]
+    return describe_room(num_workers, resources, nodes())
 
 
 def start_actor(
     actor_class: type, name: str, resources: WorkerResources, *, is_detached: bool, **arguments: Any
 ) -> Any:
-    """Create a worker's actor; Ray starts it again when its process dies."""
+    """Create a worker's actor; Ray starts it again when its process dies, and elsewhere when its node does.
+
+    It lives in a placement group of its own: one bundle, so that the GPUs of a worker are on one node. Groups of
+    different workers spread, since Ray gives each the node with the most room. While an actor starts again, its place
+    is nobody else's.
+    """
+    lifetime = "detached" if is_detached else None
+    # One that was killed from outside has left its group.
+    _remove_group(name)
+    group = placement_group([resources.kind_to_amount], strategy="STRICT_PACK", name=name, lifetime=lifetime)
     options: dict[str, Any] = {
         "name": name,
         "num_cpus": resources.num_cpus,
@@ -155,9 +157,9 @@ def start_actor(
         "max_restarts": -1,
         # `ready` waits for the engine while `stop` must still get through.
         "max_concurrency": 4,
+        "lifetime": lifetime,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group),
     }
-    if is_detached:
-        options["lifetime"] = "detached"
     return ray.remote(actor_class).options(**options).remote(**arguments)
 
 
@@ -181,9 +183,18 @@ async def call(method: Any, *arguments: Any, timeout_s: float, what: str) -> Any
         raise EngineError(f"{what}: {error}") from error
 
 
-def kill_actor(actor: Any) -> None:
-    """End an actor for good."""
+def kill_actor(actor: Any, name: str) -> None:
+    """End an actor for good, and give its place back."""
     ray.kill(actor, no_restart=True)
+    _remove_group(name)
+
+
+def _remove_group(name: str) -> None:
+    try:
+        group = get_placement_group(name)
+    except ValueError:
+        return  # there is none
+    remove_placement_group(group)
 
 
 def find_actor(name: str) -> Any | None:

@@ -106,11 +106,6 @@ async def _bring_up(
     await launch.check_given_store(settings)
     await launch.prepare_model_folder(settings, say)
     environment = launch.process_environment(run.marker)
-    if not run.redis_url:
-        store = EmbeddedStore(environment=environment, is_detached=True, is_kept=True)
-        store.start()
-        run = replace(run, redis_url=store.url)
-        runfile.write_run(run_dir, run)
     ray_address = settings.ray_address
     if not ray_address:
         say("starting Ray")
@@ -123,6 +118,12 @@ async def _bring_up(
     runfile.write_run(run_dir, run)
     # Where `auto` has led to is where all later commands go.
     run = replace(run, ray_address=stack.enter_context(joined(run)))
+    if not run.redis_url:
+        host = launch.store_host(settings)
+        store = EmbeddedStore(environment=environment, host=host, is_detached=True, is_kept=True)
+        store.start()
+        run = replace(run, redis_url=store.url)
+        runfile.write_run(run_dir, run)
     ids = launch.worker_ids(range(settings.workers), run.worker_tag)
     run = replace(run, workers=tuple(ids), worker_to_build=dict.fromkeys(ids, build_of(settings)))
     runfile.write_run(run_dir, run)
@@ -298,4 +299,4 @@ async def _drain_one(worker: WorkerId, drain_timeout_s: float, say: Say) -> None
     else:
         rest = f"; {num_cut_off} requests were still running and go on elsewhere" if num_cut_off else ""
         say(f"worker {worker} has left{rest}")
-    cluster.kill_actor(actor)
+    cluster.kill_actor(actor, launch.actor_name(worker))

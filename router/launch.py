@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from router import cluster, runfile
-from router.cluster import WorkerResources
+from router.placement import WorkerResources
 from router.plan import download_config
 from router.serving import Say, Serving, enter_router
 from router.tokenizer import Tokenizer
@@ -58,11 +58,6 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-", ignore_cleanup_errors=True))
         # Last of all: what a frozen worker or a killed Ray has left.
         stack.callback(runfile.end_processes, marker)
-        store = None
-        if not settings.redis_url:
-            # Started from the main thread: the server dies with the thread that started it.
-            store = stack.enter_context(EmbeddedStore(environment=process_environment(marker), is_kept=True))
-        redis_url = store.url if store is not None else settings.redis_url
         say("starting Ray" if not settings.ray_address else f"joining Ray at {settings.ray_address}")
         cluster.connect_ray(
             settings.ray_address,
@@ -70,6 +65,13 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
             environment=worker_environment(marker, None if settings.ray_address else folder),
         )
         stack.callback(cluster.leave_ray)
+        store = None
+        if not settings.redis_url:
+            # Started from the main thread: the server dies with the thread that started it.
+            store = stack.enter_context(
+                EmbeddedStore(environment=process_environment(marker), host=store_host(settings), is_kept=True)
+            )
+        redis_url = store.url if store is not None else settings.redis_url
         secret = secrets.token_bytes(32)
         tag = runfile.worker_tag(marker, settings.model_dump())
         ids = worker_ids(range(settings.workers), tag)
@@ -118,16 +120,17 @@ async def start_workers(
     `settings.workers`, of which these are some or all.
     """
     resources = _resources(settings)
-    if not settings.ray_address:
-        # A cluster of somebody else may grow on demand; one of ours will not.
+    has_own_ray = not settings.ray_address
+    if has_own_ray:
+        # A cluster of somebody else may grow, on demand or since it is just starting; one of ours will not.
         cluster.check_resources(settings.workers, resources)
-    is_local = cluster.is_single_node()
-    if not is_local and not settings.redis_url:
-        raise ConfigError("--redis-url: needed where Ray has more than one node, since the embedded store is local")
     say(f"starting {len(ids)} workers with {settings.model}")
+    missing = cluster.missing_room(len(ids), resources)
+    if missing is not None:
+        say(f"waiting for room, at most {settings.start_timeout_s:g} s: {missing}")
     worker_to_actor: dict[WorkerId, Any] = {}
     for worker in ids:
-        options = WorkerOptions(worker, settings, redis_url, secret, is_local=is_local)
+        options = WorkerOptions(worker, settings, redis_url, secret, is_local=has_own_ray)
         actor = cluster.start_actor(
             WorkerActor, actor_name(worker), resources, is_detached=is_detached, options=options.to_wire()
         )
@@ -147,11 +150,16 @@ async def start_workers(
     return {info.worker: (info, worker_to_actor[info.worker]) for info in infos}
 
 
+def store_host(settings: Settings) -> str | None:
+    """Where an embedded store listens for workers on other nodes; `None` where there are none."""
+    return cluster.own_address() if settings.ray_address else None
+
+
 async def stop_worker(worker: WorkerId, actor: Any) -> None:
     """End a worker and what it has under way."""
     with contextlib.suppress(EngineError):
         await cluster.call(actor.stop, timeout_s=10.0, what=f"worker {worker}")
-    cluster.kill_actor(actor)
+    cluster.kill_actor(actor, actor_name(worker))
 
 
 async def _enter_router(
@@ -257,8 +265,8 @@ def actor_name(worker: WorkerId) -> str:
 
 
 def has_room(settings: Settings) -> bool:
-    """Whether the Ray that this process is in can take one more such worker now."""
-    return cluster.has_room(_resources(settings))
+    """Whether the Ray that this process is in can take one more such worker now. What was just freed may show a second later."""
+    return cluster.missing_room(1, _resources(settings)) is None
 
 
 def _resources(settings: Settings) -> WorkerResources:
@@ -267,9 +275,7 @@ def _resources(settings: Settings) -> WorkerResources:
 
 def _num_gpus(settings: Settings) -> float:
     """GPUs that each worker asks of Ray. A cluster may have them where this host has none."""
-    if settings.engine == "simulator":
-        return 0
-    if _is_gpu_build():
+    if settings.engine != "simulator" and _is_gpu_build():
         return settings.gpus_per_worker or settings.tensor_parallel_size
     return settings.gpus_per_worker or 0 if settings.ray_address else 0
 

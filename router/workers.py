@@ -60,6 +60,9 @@ def _run_to_attach(settings: Settings, run_dir: Path, say: Say) -> runfile.Run |
     running = Settings(**run.settings)
     asked = settings.model_fields_set & _OF_THE_WORKERS
     differing = [name for name in sorted(asked) if getattr(settings, name) != getattr(running, name)]
+    if settings.ray_address in ("auto", run.ray_address):
+        # A job of Ray's is told where its Ray is; those workers live there.
+        differing = [name for name in differing if name != "ray_address"]
     if "workers" in asked or differing:
         why = "--workers is given" if "workers" in asked else f"they differ in {', '.join(differing)}"
         say(f"the workers of `kvroute up` are left alone, since {why}: starting own ones")

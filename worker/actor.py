@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 import ray.util
+from ray.util.placement_group import get_current_placement_group, remove_placement_group
 
 from shared.telemetry import set_up_logging
 from shared.telemetry_ray import keep_in_ray
@@ -43,7 +44,11 @@ class WorkerActor:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="worker", daemon=True)
         self._thread.start()
-        self._worker = Worker(self._options, _exit_process, ray.util.get_node_ip_address())
+        # A worker that comes back, perhaps while the store is away, serves all the same.
+        is_first_life = not ray.get_runtime_context().was_current_actor_reconstructed
+        self._worker = Worker(
+            self._options, _exit_process, ray.util.get_node_ip_address(), must_reach_store=is_first_life
+        )
         labels = {"worker": self._options.worker}
         self._metrics = asyncio.run_coroutine_threadsafe(keep_in_ray(self._worker.metrics, labels), self._loop)
         self._start = asyncio.run_coroutine_threadsafe(self._worker.start(), self._loop)
@@ -99,5 +104,8 @@ def _exit_process(reason: str) -> None:
 
 
 def _end_for_good(actor: Any) -> None:
-    """End this process without Ray starting it again."""
+    """End this process without Ray starting it again, and give its place back."""
+    group = get_current_placement_group()
+    if group is not None:
+        remove_placement_group(group)
     ray.kill(actor, no_restart=True)

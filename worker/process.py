@@ -8,6 +8,7 @@ import logging
 import random
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from shared.config import Settings
 from shared.directory import connect_directory, open_pin_board
 from shared.directory.base import Directory
 from shared.directory.survey import StoreSurvey
-from shared.errors import WorkerIdTaken
+from shared.errors import ConfigError, DirectoryUnavailable, WorkerIdTaken
 from shared.hashing import tokenizer_fingerprint
 from shared.telemetry import Readings
 from shared.types import CacheScheme, Instance, WorkerId, WorkerInfo
@@ -34,6 +35,10 @@ from worker.pinner import Pinner
 from worker.publisher import Publisher
 
 logger = logging.getLogger(__name__)
+
+_STORE_PATIENCE_S = 5.0
+"""How long a node may take to reach the store for the first time."""
+_STORE_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,16 @@ class WorkerOptions:
 class Worker:
     """Starts and ends the parts of one worker in their order. One `start`, one `stop`."""
 
-    def __init__(self, options: WorkerOptions, on_death: OnDeath, node_address: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        options: WorkerOptions,
+        on_death: OnDeath,
+        node_address: str = "127.0.0.1",
+        *,
+        must_reach_store: bool = False,
+    ) -> None:
+        """With `must_reach_store`, a store that does not answer at the start fails it."""
+        self._must_reach_store = must_reach_store
         self._options = options
         self._node_address = node_address
         self._on_death = on_death
@@ -114,6 +128,8 @@ class Worker:
         options, settings = self._options, self._options.settings
         folder = await asyncio.to_thread(prepare_model, settings.model, settings.model_cache_dir)
         scheme = CacheScheme(settings.model_name, settings.block_size)
+        if self._must_reach_store:
+            await self._check_store(scheme)
         engine = make_engine(settings, scheme, folder, self._on_blocks, self._engine_died)
         self._exit.push_async_callback(engine.close)
         engine_info = await engine.start()
@@ -148,6 +164,25 @@ class Worker:
         self._start_audits(engine, self._publisher, info, audits)
         self._follow_pins(engine, engine_info, info)
         return info
+
+    async def _check_store(self, scheme: CacheScheme) -> None:
+        """Raises `ConfigError` that names this node where the store is not to be reached from it.
+
+        Such a worker would serve, and no router would ever hear of it.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_at_s = loop.time() + _STORE_PATIENCE_S
+        while True:
+            try:
+                await (await connect_directory(self._options.redis_url, scheme)).close()
+                return
+            except DirectoryUnavailable as error:
+                if loop.time() >= give_up_at_s:
+                    raise ConfigError(
+                        f"--redis-url: worker {self._options.worker} on node {socket.gethostname()} "
+                        f"({self._node_address}) cannot reach the store at {_place(self._options.redis_url)}: {error}"
+                    ) from None
+            await asyncio.sleep(_STORE_PAUSE_S)
 
     async def _register(self, publisher: Publisher) -> None:
         """Take the id; a life before this one may hold it until its lease runs out."""
@@ -235,6 +270,11 @@ class Worker:
     def _die(self, reason: str) -> None:
         logger.error("worker %s ends: %s", self._options.worker, reason)
         self._on_death(reason)
+
+
+def _place(url: str) -> str:
+    """Where a store is, without its password."""
+    return url.partition("://")[2].rpartition("@")[2]
 
 
 def _make_vllm(settings: Settings, scheme: CacheScheme, folder: Path, on_blocks: OnBlocks, on_death: OnDeath) -> Engine:

@@ -1,10 +1,12 @@
-"""Runs a Redis-protocol server of our own on a Unix socket: starts it, waits until it answers, and ends it."""
+"""Runs a Redis-protocol server of our own: starts it, waits until it answers, and ends it."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -16,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 from shared.errors import ConfigError
 
@@ -28,6 +31,7 @@ _SOCKET_NAME = "store.sock"
 _LOG_NAME = "store.log"
 _KEEPER_LOG_NAME = "keeper.log"
 _KEEPER = Path(__file__).with_name("store_keeper.py")
+_SETTINGS_NAME = "store.conf"
 
 # Becomes the server after asking the kernel to kill it with the thread that started it. A process of its own asks,
 # since code between fork and exec of a threaded process may deadlock. The parent may die before the kernel is asked:
@@ -60,7 +64,10 @@ def find_server() -> Path:
 
 
 class EmbeddedStore:
-    """One server process in a private folder: no TCP port, nothing written to disk, nothing left after `stop`.
+    """One server process in a private folder: nothing written to disk, nothing left after `stop`.
+
+    It listens on a Unix socket, and on no TCP port unless `host` names an address that others are to reach it at; then
+    it asks for a password, which stands in `url`.
 
     On Linux the server dies with the *thread* that calls `start`, so that must be one that lives as long as the store
     is wanted, as the main thread does. With `is_detached` it has a session of its own and outlives its parent, which
@@ -73,12 +80,16 @@ class EmbeddedStore:
         self,
         *,
         environment: Mapping[str, str] | None = None,
+        host: str | None = None,
         is_detached: bool = False,
         is_kept: bool = False,
         start_timeout_s: float = 10.0,
     ) -> None:
         self._environment = environment
         self._is_kept = is_kept
+        self._host = host
+        self._port = 0
+        self._password = ""
         self._is_detached = is_detached
         self._start_timeout_s = start_timeout_s
         self._folder: Path | None = None
@@ -86,9 +97,15 @@ class EmbeddedStore:
 
     @property
     def url(self) -> str:
-        """`unix:///path`, the same over restarts. Raises `RuntimeError` while the store is not started."""
+        """`unix:///path` or `redis://:PASSWORD@HOST:PORT`, the same over restarts.
+
+        Raises `RuntimeError` while the store is not started.
+        """
         if self._folder is None:
             raise RuntimeError("the store is not started")
+        if self._host is not None:
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            return f"redis://:{self._password}@{host}:{self._port}"
         return f"unix://{self._folder / _SOCKET_NAME}"
 
     @property
@@ -106,7 +123,10 @@ class EmbeddedStore:
             return
         binary = find_server()
         if self._folder is None:
-            self._folder = _make_private_folder()
+            self._password = secrets.token_hex(32)
+            self._folder = _make_private_folder(_folder_name(self._password))
+            if self._host is not None:
+                self._port = _free_port(self._host)
         self._process = self._spawn(binary, self._folder)
         try:
             is_ready = _wait_ready(self._process, self._folder / _SOCKET_NAME, self._start_timeout_s)
@@ -141,7 +161,18 @@ class EmbeddedStore:
         self.stop()
 
     def _spawn(self, binary: Path, folder: Path) -> subprocess.Popen[bytes]:
-        command = [str(binary), "--port", "0", "--unixsocket", str(folder / _SOCKET_NAME), "--unixsocketperm", "700"]
+        # A file, since everybody sees arguments.
+        settings_path = folder / _SETTINGS_NAME
+        settings_path.write_text(f"requirepass {self._password}\n" if self._host is not None else "")
+        command = [
+            str(binary),
+            str(settings_path),
+            "--port",
+            str(self._port),
+            "--unixsocket",
+            str(folder / _SOCKET_NAME),
+        ]
+        command += ["--unixsocketperm", "700", "--bind", self._host or "127.0.0.1"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(folder), "--databases", "1"]
         # A server that writes its state into its title wipes out the environment that others see, and find it by.
         command += ["--daemonize", "no", "--loglevel", "warning", "--set-proc-title", "no"]
@@ -174,6 +205,11 @@ def restarts(url: str) -> list[str]:
 
 
 def _socket_of(url: str) -> Path:
+    """Where the store at `url` listens on its own host."""
+    if url.startswith("redis://"):
+        name = _folder_name(urlsplit(url).password or "")
+        folders = [parent / name for parent in (Path(tempfile.gettempdir()), Path("/tmp"))]
+        return next(filter(Path.is_dir, folders), folders[0]) / _SOCKET_NAME
     socket_path = Path(url.removeprefix("unix://"))
     if socket_path.name != _SOCKET_NAME or not socket_path.parent.name.startswith(_FOLDER_PREFIX):
         raise ValueError("not the URL of an embedded store")
@@ -186,18 +222,33 @@ def stop_detached(url: str) -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         connection.connect(str(socket_path))
-        connection.sendall(b"SHUTDOWN NOSAVE\r\n")
-        connection.recv(1)  # ends when the server does
+        password = urlsplit(url).password
+        connection.sendall((f"AUTH {password}\r\n" if password else "").encode() + b"SHUTDOWN NOSAVE\r\n")
+        while connection.recv(64):  # ends when the server does
+            pass
     shutil.rmtree(socket_path.parent, ignore_errors=True)
 
 
-def _make_private_folder() -> Path:
+def _folder_name(password: str) -> str:
+    """Follows from what only those know who may use the store, and tells nothing of it."""
+    return _FOLDER_PREFIX + hashlib.sha256(password.encode()).hexdigest()[:12]
+
+
+def _free_port(host: str) -> int:
+    """A port that nobody listens on now; the server does not come up where somebody takes it in between."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _make_private_folder(name: str) -> Path:
     """A folder that only this user may enter and whose path leaves room for a socket's name."""
-    for parent in (None, "/tmp"):
-        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))  # mode 0700
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        folder = Path(parent, name)
         if len(os.fsencode(folder / _SOCKET_NAME)) <= _MAX_SOCKET_PATH_BYTES:
+            folder.mkdir(mode=0o700)
             return folder
-        folder.rmdir()
     raise ConfigError(f"the temporary folder's path is too long for a socket ({_MAX_SOCKET_PATH_BYTES} bytes)")
 
 
@@ -218,5 +269,5 @@ def _answers(socket_path: Path) -> bool:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         connection.connect(str(socket_path))
         connection.sendall(b"PING\r\n")
-        return connection.recv(5) == b"+PONG"
+        return connection.recv(5) in (b"+PONG", b"-NOAU")  # asking for its password is an answer
     return False

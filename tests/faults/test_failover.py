@@ -100,7 +100,7 @@ async def ground(request: pytest.FixtureRequest) -> AsyncIterator[Ground]:
             await cluster.wait_for_head(head, address, log_path, timeout_s=PATIENCE_S)
             node = start_node(address, node_tag)
             cluster.connect_ray(address, num_local_cpus=0, environment={})
-            await until(lambda: not cluster.is_single_node())
+            await until(lambda: len(cluster.nodes()) == 2)
             cluster.leave_ray()
             settings = Settings(
                 model="tiny",

@@ -29,7 +29,7 @@ class _SickWorker:
 
     gate = threading.Event()
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, must_reach_store: bool) -> None:
         self.metrics = Readings()
 
     async def start(self) -> None:
@@ -58,6 +58,8 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
     monkeypatch.setattr(actor, "Worker", _SickWorker)
     monkeypatch.setattr(actor, "_exit_process", reasons.put)
     monkeypatch.setattr(actor, "_RESTART_PAUSE_S", 0.01)
+    context = SimpleNamespace(current_actor="this one", was_current_actor_reconstructed=False)
+    monkeypatch.setattr(actor.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(_SickWorker, "gate", threading.Event())
     return reasons
 
@@ -85,7 +87,6 @@ def leaves(exits: queue.Queue[str], monkeypatch: pytest.MonkeyPatch) -> queue.Qu
     monkeypatch.setattr(actor, "Worker", _BusyWorker)
     monkeypatch.setattr(actor, "_LEAVE_S", 0.01)
     monkeypatch.setattr(actor, "_end_for_good", left.put)
-    monkeypatch.setattr(actor.ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="this one"))
     return left
 
 

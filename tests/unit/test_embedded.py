@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -264,3 +265,27 @@ def test_kept_server_that_does_not_come_up_is_quoted(monkeypatch: pytest.MonkeyP
 def test_server_is_found_by_the_environment_that_it_was_given() -> None:
     with EmbeddedStore(environment={**os.environ, "MARK": "here"}) as store:
         assert b"MARK=here" in Path(f"/proc/{store.pid}/environ").read_bytes().split(b"\0")
+
+
+def test_store_for_other_hosts_asks_for_the_password_in_its_url_and_tells_it_to_nobody_else() -> None:
+    store = EmbeddedStore(host="127.0.0.1", is_detached=True)
+    store.start()
+    try:
+        url, pid = urlsplit(store.url), store.pid
+        assert pid is not None
+        assert (url.scheme, url.hostname) == ("redis", "127.0.0.1")
+        assert url.password is not None
+        assert url.password not in Path(f"/proc/{pid}/cmdline").read_text()
+        with socket.create_connection(("127.0.0.1", url.port or 0), timeout=60) as connection:
+            connection.sendall(b"PING\r\n")
+            assert connection.recv(64).startswith(b"-NOAUTH")
+            connection.sendall(f"AUTH {url.password}\r\n".encode())
+            assert connection.recv(64) == b"+OK\r\n"
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        (folder,) = (Path(word).parent for word in words if word.endswith(".sock"))
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        stop_detached(store.url)
+        wait_until_dead(store)
+        assert not folder.exists()
+    finally:
+        store.stop()

@@ -66,7 +66,7 @@ class Stage:
         monkeypatch.setattr(cluster, "connect_ray", lambda *arguments, **options: None)
         monkeypatch.setattr(cluster, "leave_ray", lambda: None)
         monkeypatch.setattr(cluster, "find_actor", self._find_actor)
-        monkeypatch.setattr(cluster, "kill_actor", lambda actor: self.actors.pop(actor.worker))
+        monkeypatch.setattr(cluster, "kill_actor", lambda actor, name: self.actors.pop(actor.worker))
         monkeypatch.setattr(cluster, "call", self._call)
         monkeypatch.setattr(launch, "start_workers", self._start_workers)
         monkeypatch.setattr(deployment, "serving", self._who_serves)

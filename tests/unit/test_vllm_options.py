@@ -20,7 +20,7 @@ KNOWN = {"model", "block_size", "enforce_eager", "quantization", "distributed_ex
 OPTIONS = VllmOptions(Path("/models/m"), CacheScheme("m", 64))
 
 
-def test_gpu_arguments():
+def test_gpu_arguments_keep_a_tensor_parallel_group_on_its_node():
     options = replace(OPTIONS, max_model_len=4096, gpu_memory_utilization=0.8, tensor_parallel_size=2)
     assert engine_arguments(options, KNOWN, is_cpu=False) == {
         "model": "/models/m",
@@ -31,6 +31,7 @@ def test_gpu_arguments():
         "dtype": "auto",
         "seed": 0,
         "gpu_memory_utilization": 0.8,
+        "distributed_executor_backend": "mp",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "enable_logging_iteration_details": True,

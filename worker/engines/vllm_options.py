@@ -114,6 +114,9 @@ def engine_arguments(options: VllmOptions, known_arguments: set[str], *, is_cpu:
             defaults["distributed_executor_backend"] = _UNIPROC_EXECUTOR
     else:
         owned["gpu_memory_utilization"] = options.gpu_memory_utilization
+        if options.tensor_parallel_size > 1:
+            # All GPUs of a worker are on its node. By itself vLLM would ask Ray for more bundles than the group has.
+            defaults["distributed_executor_backend"] = "mp"
     return defaults | passed | owned
 
 
