@@ -18,6 +18,19 @@ from shared.types import BlockKey, Instance, WorkerId
 _HASH_BYTES = 8
 
 
+class UnderWay(NamedTuple):
+    """What one worker computes of a prompt for a request before: the longest that is promised and not held yet."""
+
+    column: int = 0
+    held_tokens: int = 0
+    """What the worker holds already."""
+    promised_tokens: int = 0
+    """What it will hold then; no more where nothing is under way."""
+
+
+NOTHING_UNDER_WAY = UnderWay()
+
+
 class Credited(NamedTuple):
     """What workers hold of one prompt."""
 
@@ -26,6 +39,7 @@ class Credited(NamedTuple):
     most_tokens: int
     next_hash: int
     """Of the first block that nobody holds."""
+    under_way: UnderWay = NOTHING_UNDER_WAY
 
 
 class Credit:
@@ -58,14 +72,20 @@ class Credit:
             column = worker_to_column.get(worker)
             if column is not None and match.instance == instances[column]:
                 num_blocks[column] = match.num_blocks
+        under_way = NOTHING_UNDER_WAY
+        num_usable = num_usable_blocks(request.num_prompt_tokens, self._block_size_tokens)
         for worker, num_promised in self._hints.promised(keys).items():
             column = worker_to_column.get(worker)
             # Both are prefixes of one chain, so their union is the longer one.
             if column is not None and num_promised > num_blocks[column]:
+                tokens_held, tokens_then = (
+                    min(number, num_usable) * self._block_size_tokens for number in (num_blocks[column], num_promised)
+                )
+                if tokens_then > max(tokens_held, under_way.promised_tokens):
+                    under_way = UnderWay(column, tokens_held, tokens_then)
                 num_blocks[column] = num_promised
         most = max(num_blocks, default=0)
         next_hash = _hash_of(keys[min(most, len(keys) - 1)]) if keys else prefix_hash(request, keys)
-        num_usable = num_usable_blocks(request.num_prompt_tokens, self._block_size_tokens)
         most_tokens = min(most, num_usable) * self._block_size_tokens
         if most_tokens < max(1, self._min_prefix_tokens):
             return Credited(np.zeros(self._num_workers, dtype=np.int64), 0, next_hash)
@@ -75,7 +95,7 @@ class Credit:
         tokens *= self._block_size_tokens
         if self._min_prefix_tokens:
             tokens[tokens < self._min_prefix_tokens] = 0
-        return Credited(tokens, most_tokens, next_hash)
+        return Credited(tokens, most_tokens, next_hash, under_way)
 
 
 def prefix_hash(request: GenerateRequest, keys: Sequence[BlockKey]) -> int:

@@ -89,6 +89,7 @@ async def explain(router: Router, token_ids: Sequence[int], *, salt: str = "") -
         demand_blocks=np.array([-(-num_tokens // block_size_tokens)], dtype=np.int64),
         age_s=np.zeros(1),
         matched_tokens=credited.tokens[None, :],
+        under_way=np.array([credited.under_way], dtype=np.int64),
     )
     costs = router.policy.costs(requests, loads, router.queue.fleet_state(loads), random.Random(0))
     best = int(costs.best(loads)[0])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.credit import Credited
+from router.credit import Credited, UnderWay
 from router.policies.base import Flags, Floats, Hashes, Ints, Requests
 from router.requests import GenerateRequest
 from shared.directory.base import Match
@@ -88,6 +88,7 @@ class HeldTable:
         self._priorities: Ints = grown("_priorities", np.int64)
         self._prefix_hashes: Hashes = grown("_prefix_hashes", np.uint64)
         self._next_hashes: Hashes = grown("_next_hashes", np.uint64)
+        self._under_way: Ints = grown("_under_way", np.int64, len(UnderWay._fields))
         self._arrived_at_s: Floats = grown("_arrived_at_s", np.float64)
         self._asked_at: Ints = grown("_asked_at", np.int64)
         self._weighed_at: Ints = grown("_weighed_at", np.int64)
@@ -169,6 +170,7 @@ class HeldTable:
         assert row is not None, "only what is in the table has a row"
         self._matched_tokens[row] = credited.tokens
         self._next_hashes[row] = credited.next_hash
+        self._under_way[row] = credited.under_way
         self._waits_for[row] = self._num_workers
         self._set_own_tokens(row, max(1, held.request.num_prompt_tokens - credited.most_tokens))
 
@@ -233,6 +235,7 @@ class HeldTable:
             demand_blocks=self._demand_blocks[rows],
             age_s=now_s - self._arrived_at_s[rows],
             matched_tokens=self._matched_tokens[rows],
+            under_way=self._under_way[rows],
         )
 
     def to_weigh(self, urgency: Floats, is_parked: Flags, limit: int, num_passes: int) -> Ints:
@@ -266,6 +269,7 @@ class HeldTable:
             self._priorities,
             self._prefix_hashes,
             self._next_hashes,
+            self._under_way,
             self._arrived_at_s,
             self._asked_at,
             self._weighed_at,

@@ -23,6 +23,7 @@ Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 
+_NOTHING_UNDER_WAY: Ints = np.zeros((1, 3), dtype=np.int64)
 _DERIVED: Floats = np.empty(0)
 """Stands for what follows from other fields."""
 
@@ -113,6 +114,9 @@ class Requests:
     age_s: Floats
     matched_tokens: Ints
     """(requests, workers): leading prompt tokens resident on the worker or promised to it by a hint."""
+    under_way: Ints = field(default_factory=lambda: _NOTHING_UNDER_WAY)
+    """(requests, 3): a worker's column, what it holds of the prompt, and what it was sent to compute up to, in tokens:
+    the longest such. Where nothing is under way the last two are zero."""
 
     def __len__(self) -> int:
         return len(self.ordinals)

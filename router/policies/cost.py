@@ -20,16 +20,18 @@ from router.policies.base import Costs, Flags, FleetState, Floats, Ints, Loads, 
 class CostWeights:
     """What each part counts. Pure numbers, none of them a time; found by simulation, and the same for every fleet."""
 
-    own_prefill: float = 1.5
-    """Own prefill counts more than waiting, since it also delays whoever comes after. Equal prompts that come at once
-    wait for the worker that computes the first."""
+    own_prefill: float = 1.0
+    """As much as waiting. It delays whoever comes after, but what a worker computes others will find on it."""
+    again: float = 1.0
+    """What a worker is computing right now counts as much again where another would compute it for itself, as long as
+    that would save next to no time. So equal prompts that come at once wait for the worker that has the first."""
     fullness: float = 0.5
     """A worker full of sequences or blocks costs half a mean prompt: it decodes slower and evicts what others want."""
     decode: float = 1.0
     away_from_home: float = 0.2
     """With several routers each has workers of its own that it goes to at about equal cost, so that they do not collide
     where workers are busy; where none is, all agree on one worker for each prompt that nobody holds."""
-    crowd: float = 1.0
+    crowd: float = 0.5
     """More requests than its share make every step longer, and leave a place empty elsewhere."""
     room: float = 1.0
     """Time until answers have ended that leave a slot and the blocks. Without it a request waits for the slots of a
@@ -69,6 +71,8 @@ class CostPolicy:
         }
         if fleet.num_routers > 1:
             terms["home_s"] = np.where(loads.is_home, 0.0, weights.away_from_home * _crowding_s(queued_s, fleet))
+        if weights.again and requests.under_way[:, 2].any():
+            terms["again_s"] = weights.again * _again_s(requests, loads)
         if weights.crowd:
             terms["crowd_s"] = weights.crowd * _crowd_s(loads)
         if weights.room and not (fits.all() and has_free_slot.all()):
@@ -115,6 +119,8 @@ class CostPolicy:
         return np.where(overdue > 1.0, overdue, work_s.min() / work_s)
 
 
+_WORTH_WAITING = 1.5
+"""To compute a prefix again pays where the worker that has it under way is busy for longer than so many times that."""
 _UNLIMITED = np.iinfo(np.int64).max // 2
 """More blocks than there are; far from where differences overflow."""
 
@@ -127,8 +133,16 @@ def _pressure(queued_s: Floats, fleet: FleetState) -> float:
 
 
 def _crowding_s(queued_s: Floats, fleet: FleetState) -> float:
-    """A mean prompt, or what waits at a mean worker if that is less."""
-    return min(fleet.mean_full_s, float(queued_s.sum()) / len(queued_s))
+    """A mean prompt, or what waits at the median worker if that is less: one that is swamped makes no crowded fleet."""
+    return min(fleet.mean_full_s, float(np.sort(queued_s)[(len(queued_s) - 1) // 2]))
+
+
+def _again_s(requests: Requests, loads: Loads) -> Floats:
+    """Time to compute what another worker has under way, where that one will be done not much later."""
+    column, held_tokens, promised_tokens = requests.under_way.T[:, :, None]
+    again_tokens = np.maximum(promised_tokens - np.maximum(requests.matched_tokens, held_tokens), 0)
+    again_s: Floats = again_tokens * loads.prefill_s_per_token
+    return np.where(loads.queued_prefill_s[column] <= _WORTH_WAITING * again_s, again_s, 0.0)
 
 
 def _crowd_s(loads: Loads) -> Floats:

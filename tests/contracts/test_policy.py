@@ -77,6 +77,7 @@ def random_requests(draws: random.Random, num_requests: int, num_workers: int) -
                     "age_s": draws.uniform(0, 5),
                     "next_hash": draws.getrandbits(64),
                     "ordinal": ordinal,
+                    "under_way": (draws.randrange(num_workers), draws.randrange(2048), draws.choice((0, 2048, 4032))),
                 },
             )
             for ordinal in range(num_requests)
@@ -190,11 +191,12 @@ def test_costs_do_not_depend_on_where_a_worker_stands_nor_on_other_requests(name
         costs = policy.costs(requests, loads, FLEET, random.Random(1))
         order = draws.sample(range(6), 6)
         moved = Loads(*(_taken(getattr(loads, field), order) for field in Loads.__slots__))
-        fields = (getattr(requests, field) for field in Requests.__slots__)
         for row, request in enumerate(_rows(requests)):
             alone = policy.costs(request, loads, FLEET, random.Random(1))
             assert alone.total[0] == pytest.approx(costs.total[row], rel=1e-12, abs=1e-12)
-        seen = Requests(*(field[:, order] if field.ndim == 2 else field for field in fields))
+        under_way = requests.under_way.copy()
+        under_way[:, 0] = np.argsort(order)[under_way[:, 0]]
+        seen = replace(requests, matched_tokens=requests.matched_tokens[:, order], under_way=under_way)
         elsewhere = policy.costs(seen, moved, FLEET, random.Random(1))
         assert elsewhere.total == pytest.approx(costs.total[:, order], rel=1e-12, abs=1e-12)
         best = [loads.workers[column] for column in costs.best(loads)]
@@ -398,12 +400,20 @@ def plain_cost(
     own_tokens = max(1, requests.num_prompt_tokens[row] - requests.matched_tokens[row, column])
     total = queued_s[column] / (1 + pressure)
     total += weights.own_prefill * own_tokens * w["prefill_s_per_token"]
+    computing, held_tokens, promised_tokens = requests.under_way[row]
+    again_tokens = max(0, promised_tokens - max(held_tokens, requests.matched_tokens[row, column]))
+    again_s = again_tokens * w["prefill_s_per_token"]
+    total += again_s if queued_s[computing] <= 1.5 * again_s else 0.0
     fullness = max(w["kv_used_blocks"] / w["kv_total_blocks"], w["num_requests"] / w["max_num_seqs"])
     total += weights.fullness * fleet.mean_full_s * fullness
     total += weights.decode * w["decode_s_per_seq"] * w["num_requests"]
     bound_s = w["step_s"] + w["step_budget_tokens"] * w["prefill_s_per_token"] + w["status_age_s"] + w["round_trip_s"]
     if fleet.num_routers > 1:
-        total += 0.0 if w["is_home"] else weights.away_from_home * min(fleet.mean_full_s, sum(queued_s) / num_workers)
+        total += (
+            0.0
+            if w["is_home"]
+            else weights.away_from_home * min(fleet.mean_full_s, sorted(queued_s)[(num_workers - 1) // 2])
+        )
         bound_s += weights.patience * requests.age_s[row]
     num_over = max(0.0, w["num_requests"] - sum(loads.num_requests) / num_workers)
     total += weights.crowd * num_over * (w["step_s"] + w["decode_s_per_seq"] * w["num_requests"])

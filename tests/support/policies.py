@@ -44,7 +44,7 @@ def loads_of(*columns: dict[str, Any]) -> Loads:
     )
 
 
-def request_of(matched_tokens: Sequence[int], num_prompt_tokens: int = 4096, **fields: float) -> Requests:
+def request_of(matched_tokens: Sequence[int], num_prompt_tokens: int = 4096, **fields: Any) -> Requests:
     """One request with its matched tokens on each worker."""
     return requests_of((matched_tokens, {"num_prompt_tokens": num_prompt_tokens, **fields}))
 
@@ -63,4 +63,5 @@ def requests_of(*rows: tuple[Sequence[int], dict[str, Any]]) -> Requests:
         demand_blocks=column("demand_blocks", 66, np.int64),
         age_s=column("age_s", 0.0, np.float64),
         matched_tokens=np.array([matched for matched, _ in rows], dtype=np.int64),
+        under_way=np.array([fields.get("under_way", (0, 0, 0)) for _, fields in rows], dtype=np.int64),
     )
