@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 from redis import Redis
 
-from router import runfile
+from router import cluster, runfile
 from tests.support.batches import chat_row, write_rows
 from tests.support.commands import assert_no_process_left, tagged_environment
-from tests.support.live_deployment import LiveDeployment, is_asked, until
+from tests.support.live_deployment import PATIENCE_S, LiveDeployment, is_asked, until
 from worker.engines.profiles import LatencyProfile
 
 pytestmark = [pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
@@ -146,33 +142,24 @@ async def test_worker_that_does_not_start_stops_the_change_and_the_next_command_
 
 
 @asynccontextmanager
-async def ray_cluster(tag: str, num_cpus: int) -> AsyncIterator[str]:
+async def ray_cluster(tag: str, log_path: Path, num_cpus: int) -> AsyncIterator[str]:
     """A Ray of somebody else's, with room for so many workers; its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
-    command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats"]
-    command += [f"--num-cpus={num_cpus}", f"--object-store-memory={100 << 20}", "--ray-client-server-port=0"]
-    head = psutil.Popen(command, env=tagged_environment(tag), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def listens() -> bool:
-        assert head.poll() is None
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
-
+    head, address = cluster.start_head(tagged_environment(tag), log_path, num_cpus=num_cpus)
     try:
-        await until(listens)
-        yield f"127.0.0.1:{port}"
+        await cluster.wait_for_head(head, address, log_path, timeout_s=PATIENCE_S)
+        yield address
     finally:
         head.terminate()
-        head.wait(60.0)
+        await asyncio.to_thread(head.wait, 60.0)
 
 
 async def test_two_deployments_share_a_ray_and_each_changes_by_itself_as_far_as_there_is_room(
-    tag: str, simulated: list[str]
+    tmp_path: Path, tag: str, simulated: list[str]
 ) -> None:
-    async with ray_cluster(tag, num_cpus=3) as address, up(tag, "--address", address, *simulated) as other:
+    async with (
+        ray_cluster(tag, tmp_path / "ray.log", num_cpus=3) as address,
+        up(tag, "--address", address, *simulated) as other,
+    ):
         async with up(tag, "--workers", "2", "--address", address, *simulated) as deployment:
             ((theirs,), ours) = (runfile.running(one.run_dir).workers for one in (other, deployment))
             assert len({theirs.partition("-")[2], *(worker.partition("-")[2] for worker in ours)}) == 2
@@ -198,9 +185,9 @@ async def test_two_deployments_share_a_ray_and_each_changes_by_itself_as_far_as_
 
 
 async def test_auto_leads_to_the_ray_that_runs_and_is_written_down_as_an_address(
-    tag: str, simulated: list[str]
+    tmp_path: Path, tag: str, simulated: list[str]
 ) -> None:
-    async with ray_cluster(tag, num_cpus=1) as address:
+    async with ray_cluster(tag, tmp_path / "ray.log", num_cpus=1) as address:
         with tempfile.TemporaryDirectory() as run_dir:
             there = LiveDeployment(Path(run_dir), {**tagged_environment(tag), "RAY_ADDRESS": address})
             code, told = await there.run("up", "--address", "auto", *simulated)
