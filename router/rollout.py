@@ -42,13 +42,13 @@ async def change(run_dir: Path, settings: Settings, say: Say) -> runfile.Run:
         wanted = Settings(**recorded).model_copy(update={"start_timeout_s": settings.start_timeout_s})
         for line in changes.differences(run.settings, recorded):
             say(f"changing {line}")
-        await _check_keys(run, wanted, say)
+        await _check_against_running(run, wanted, say)
         with deployment.joined(run):
             return await _Rollout(run_dir, recorded, wanted, settings.drain_timeout_s, say).carry_out(run)
 
 
-async def _check_keys(run: runfile.Run, wanted: Settings, say: Say) -> None:
-    """Raises `ConfigError` where new workers would compute other block keys than those that run, and their routers."""
+async def _check_against_running(run: runfile.Run, wanted: Settings, say: Say) -> None:
+    """Raises `ConfigError` where new workers would not do for routers that run over the present ones."""
     folder = await launch.prepare_model_folder(wanted, say)
     scheme = CacheScheme(wanted.model_name, wanted.block_size)
     own_key = parity_key(scheme, await asyncio.to_thread(tokenizer_fingerprint, folder))
@@ -58,6 +58,12 @@ async def _check_keys(run: runfile.Run, wanted: Settings, say: Say) -> None:
         raise ConfigError(
             f"--model {wanted.model}: the tokenizer in {folder} is another one than {', '.join(differing)} compute "
             "block keys with, so that routers that run would not find what new workers hold; `kvroute down` ends them"
+        )
+    shortest_tokens = min((record.info.max_model_len_tokens for record in records), default=0)
+    if wanted.max_model_len is not None and wanted.max_model_len < shortest_tokens:
+        raise ConfigError(
+            f"--max-model-len: {wanted.max_model_len} is less than the {shortest_tokens} tokens that routers that run "
+            "promise to their callers; `kvroute down` ends what runs"
         )
 
 

@@ -55,7 +55,10 @@ class Rollout(Stage):
         return self.run_dir
 
     async def _live_workers(self, run: runfile.Run, settings: Settings) -> list[Any]:
-        infos = [SimpleNamespace(worker=worker, parity_key=self.parity_key) for worker in sorted(self.serving)]
+        infos = [
+            SimpleNamespace(worker=worker, parity_key=self.parity_key, max_model_len_tokens=2048)
+            for worker in sorted(self.serving)
+        ]
         return [SimpleNamespace(info=info) for info in infos]
 
     async def _hand_over(self, run: runfile.Run, settings: Settings, leaving: str, heir: str, say: Say) -> None:
@@ -185,6 +188,13 @@ async def test_other_block_keys_are_refused_by_name(stage: Rollout) -> None:
     stage.parity_key = b""
     await stage.change()
     assert len(stage.events) == 6
+
+
+async def test_context_may_grow_and_not_shrink(stage: Rollout) -> None:
+    with pytest.raises(ConfigError, match="--max-model-len: 2047 is less than the 2048 tokens that routers that run"):
+        await stage.change(Settings(max_model_len=2047))
+    assert stage.events == []
+    assert (await stage.change(Settings(max_model_len=4096))).settings["max_model_len"] == 4096
 
 
 async def test_up_on_a_deployment_that_runs_changes_it(stage: Rollout) -> None:
