@@ -19,10 +19,10 @@ def refused(address: str) -> str:
 
 
 def test_auto_without_any_ray_names_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(address: str) -> str:
+    def find(address: str, temp_dir: None) -> str:
         raise ConnectionError("Could not find any running Ray instance.")
 
-    monkeypatch.setattr(cluster, "canonicalize_bootstrap_address", find)
+    monkeypatch.setattr(cluster, "get_ray_address_from_environment", find)
     assert refused("auto") == (
         "--ray-address auto: no Ray runs on this host; start one with `ray start --head`, name one as HOST:PORT, or "
         "leave the flag out, and `kvroute up` starts its own (Could not find any running Ray instance.)"
