@@ -32,14 +32,14 @@ async def bring_up(settings: Settings, run_dir: Path, say: Say) -> runfile.Run:
     """Start a deployment that outlives this process; on failure nothing of it is left.
 
     Raises:
-        ConfigError: one is running already.
+        ConfigError: there is one already, which is not `rollout.change`d since it never got ready.
     """
     with runfile.changing(run_dir):
         known = runfile.read_run(run_dir)
         if known is not None and known.is_alive:
             raise ConfigError(
-                f"a deployment is running already ({known.settings.get('model')}); see `kvroute status`, "
-                "and `kvroute down` ends it"
+                f"`kvroute up` has begun a deployment of {known.settings.get('model')} here and not finished it; "
+                "`kvroute down` ends it"
             )
         run = runfile.Run(
             runfile.new_marker(),
