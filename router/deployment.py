@@ -204,10 +204,13 @@ async def grow(
         worker_to_build={**run.worker_to_build, **dict.fromkeys([*gone, *new], build_of(settings))},
     )
     runfile.update_run(run_dir, grown)
+    # While others are still to go, what they and the new ones need together says nothing.
+    needed = settings if recorded is None else settings.model_copy(update={"workers": len(gone) + len(new)})
     try:
         async with contextlib.AsyncExitStack() as undo:
             secret = bytes.fromhex(run.secret)
-            await launch.start_workers(settings, run.redis_url, secret, say, undo, ids=[*gone, *new], is_detached=True)
+            starting = [*gone, *new]
+            await launch.start_workers(needed, run.redis_url, secret, say, undo, ids=starting, is_detached=True)
             undo.pop_all()
     except BaseException:
         with contextlib.suppress(ConfigError):

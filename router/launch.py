@@ -118,9 +118,7 @@ async def start_workers(
     `settings.workers`, of which these are some or all.
     """
     resources = _resources(settings)
-    if not settings.ray_address:
-        # A cluster of somebody else may grow on demand; one of ours will not.
-        cluster.check_resources(settings.workers, resources)
+    check_resources(settings)
     is_local = cluster.is_single_node()
     if not is_local and not settings.redis_url:
         raise ConfigError("--redis-url: needed where Ray has more than one node, since the embedded store is local")
@@ -254,6 +252,12 @@ def own_ray_token() -> str:
 def actor_name(worker: WorkerId) -> str:
     """The name that Ray knows a worker by."""
     return f"kvroute:{worker}"
+
+
+def check_resources(settings: Settings) -> None:
+    """Raises `ConfigError` where a Ray of ours has no room for so many workers: one of somebody else may grow."""
+    if not settings.ray_address:
+        cluster.check_resources(settings.workers, _resources(settings))
 
 
 def has_room(settings: Settings) -> bool:

@@ -44,6 +44,7 @@ async def change(run_dir: Path, settings: Settings, say: Say) -> runfile.Run:
             say(f"changing {line}")
         await _check_against_running(run, wanted, say)
         with deployment.joined(run):
+            launch.check_resources(wanted)
             return await _Rollout(run_dir, recorded, wanted, settings.drain_timeout_s, say).carry_out(run)
 
 
@@ -84,7 +85,8 @@ class _Rollout:
         """Replace what is made otherwise, and bring the number of workers to what is wanted."""
         outdated = self._outdated(run)
         if outdated:
-            self._say(f"made otherwise, and to be replaced: {', '.join(outdated)}")
+            why = "started with other settings or by another version"
+            self._say(f"{', '.join(outdated)}: {why}, and replaced one by one")
         run = await self._let_go(run, await self._lost(run, is_changing=bool(outdated)))
         outdated = self._outdated(run)
         num_over = max(0, min(len(outdated), len(run.workers) - self._wanted.workers))

@@ -177,7 +177,9 @@ async def test_workers_of_an_unknown_build_are_replaced(monkeypatch: pytest.Monk
     stage = Rollout(monkeypatch, tmp_path, replace(made(), worker_to_build={}))
     await stage.change(Settings())
     assert stage.events == ["+w3", "-w0", "+w4", "-w1", "+w5", "-w2"]
-    assert stage.said[0] == "made otherwise, and to be replaced: w0-abcdef, w1-abcdef, w2-abcdef"
+    assert stage.said[0] == (
+        "w0-abcdef, w1-abcdef, w2-abcdef: started with other settings or by another version, and replaced one by one"
+    )
 
 
 async def test_other_block_keys_are_refused_by_name(stage: Rollout) -> None:
