@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -42,7 +43,8 @@ def simulated(tmp_path: Path) -> list[str]:
 @asynccontextmanager
 async def up(tag: str, *arguments: str) -> AsyncIterator[LiveDeployment]:
     with tempfile.TemporaryDirectory() as run_dir:
-        deployment = LiveDeployment(Path(run_dir), tagged_environment(tag))
+        variables = {"RAY_AUTH_MODE": "disabled"} if "--address" in arguments else {}
+        deployment = LiveDeployment(Path(run_dir), tagged_environment(tag, **variables))
         try:
             code, told = await deployment.run("up", *arguments)
             assert code == 0, told
@@ -53,10 +55,10 @@ async def up(tag: str, *arguments: str) -> AsyncIterator[LiveDeployment]:
 
 
 def keys_of(run: runfile.Run, worker: str) -> list[bytes]:
-    """What the store holds of a worker, but for what routers leave behind to see whether it answers, which expires."""
+    """What the store holds of a worker, but for what expires: routers' looks at it, and its last word on its pins."""
     with Redis.from_url(run.redis_url) as client:
         keys = list(client.scan_iter(match=f"*:{worker}}}*"))
-        return [key for key in keys if b":canary:" not in key or client.pttl(key) == -1]
+        return [key for key in keys if not re.search(rb":(canary:.*|pins)$", key) or client.pttl(key) == -1]
 
 
 def assert_gone(deployment: LiveDeployment, *workers: str) -> None:
@@ -144,7 +146,9 @@ async def test_worker_that_does_not_start_stops_the_change_and_the_next_command_
 @asynccontextmanager
 async def ray_cluster(tag: str, log_path: Path, num_cpus: int) -> AsyncIterator[str]:
     """A Ray of somebody else's, with room for so many workers; its address."""
-    head, address = cluster.start_head(tagged_environment(tag), log_path, num_cpus=num_cpus)
+    # A token that the user of this machine happens to have is none of the tests' business.
+    environment = tagged_environment(tag, RAY_AUTH_MODE="disabled")
+    head, address = cluster.start_head(environment, log_path, num_cpus=num_cpus)
     try:
         await cluster.wait_for_head(head, address, log_path, timeout_s=PATIENCE_S)
         yield address
@@ -189,10 +193,12 @@ async def test_auto_leads_to_the_ray_that_runs_and_is_written_down_as_an_address
 ) -> None:
     async with ray_cluster(tag, tmp_path / "ray.log", num_cpus=1) as address:
         with tempfile.TemporaryDirectory() as run_dir:
-            there = LiveDeployment(Path(run_dir), {**tagged_environment(tag), "RAY_ADDRESS": address})
+            there = LiveDeployment(
+                Path(run_dir), tagged_environment(tag, RAY_AUTH_MODE="disabled", RAY_ADDRESS=address)
+            )
             code, told = await there.run("up", "--address", "auto", *simulated)
             assert (code, f"Ray at {address}" in told) == (0, True), told
-            elsewhere = LiveDeployment(Path(run_dir), tagged_environment(tag))
+            elsewhere = LiveDeployment(Path(run_dir), tagged_environment(tag, RAY_AUTH_MODE="disabled"))
             assert list((await elsewhere.states()).values()) == ["ready"]
             code, told = await elsewhere.run("down")
             assert (code, "stopped" in told) == (0, True), told
