@@ -65,7 +65,7 @@ async def take_down(run_dir: Path, say: Say) -> bool:
     run = runfile.read_run(run_dir)
     if run is None:
         return False
-    if not run.has_own_ray:
+    if run.workers and not run.has_own_ray:
         await _end_actors(run, say)
     await asyncio.to_thread(runfile.end_processes, run.marker)
     if run.redis_url and not run.settings.get("redis_url"):
