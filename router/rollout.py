@@ -83,12 +83,12 @@ class _Rollout:
 
     async def carry_out(self, run: runfile.Run) -> runfile.Run:
         """Replace what is made otherwise, and bring the number of workers to what is wanted."""
-        outdated = self._outdated(run)
+        outdated = changes.outdated(run, self._build)
         if outdated:
             why = "started with other settings or by another version"
             self._say(f"{', '.join(outdated)}: {why}, and replaced one by one")
         run = await self._let_go(run, await self._lost(run, is_changing=bool(outdated)))
-        outdated = self._outdated(run)
+        outdated = changes.outdated(run, self._build)
         num_over = max(0, min(len(outdated), len(run.workers) - self._wanted.workers))
         if num_over:
             run = await self._retire(run, outdated[:num_over])
@@ -103,10 +103,6 @@ class _Rollout:
             run = replace(run, settings=dict(self._recorded))
             runfile.update_run(self._run_dir, run)
         return run
-
-    def _outdated(self, run: runfile.Run) -> list[WorkerId]:
-        """Workers that were made otherwise, the oldest first."""
-        return [WorkerId(worker) for worker in run.workers if run.worker_to_build.get(worker) != self._build]
 
     async def _lost(self, run: runfile.Run, *, is_changing: bool) -> list[WorkerId]:
         """Workers to take off before anything else: those on their way out, and in a change those that do not serve."""

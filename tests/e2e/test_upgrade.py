@@ -132,6 +132,8 @@ async def test_worker_that_does_not_start_stops_the_change_and_the_next_command_
             await asyncio.to_thread(changing.communicate)
             halfway = runfile.running(deployment.run_dir)
             assert {"w1", "w2"} <= set(halfway.workers)
+            # It may have been killed before it could write down that w0 has left.
+            assert {"w1"} <= set((await deployment.status())["outdated"]) <= {"w0", "w1"}
 
             code, told = await deployment.run("up", "--pin-budget-blocks", "50", "--workers", "3")
             assert code == 0, told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,3 +96,10 @@ def test_builds_differ_by_what_a_worker_is_made_of_alone(monkeypatch: pytest.Mon
     assert build_of(Settings(**{**RUN.settings, "engine_args": {"a": 1}})) != build
     monkeypatch.setattr(changes, "__version__", "99.0")
     assert build_of(Settings(**RUN.settings)) != build
+
+
+def test_workers_of_another_build_or_of_none_that_is_known_are_outdated() -> None:
+    build = build_of(Settings(**RUN.settings))
+    run = replace(RUN, workers=("w0", "w1", "w2"), worker_to_build={"w1": build, "w2": "another"})
+    assert changes.outdated(run) == ["w0", "w2"]
+    assert changes.outdated(run, "another") == ["w0", "w1"]
