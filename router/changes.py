@@ -11,6 +11,7 @@ from router.runfile import Run
 from shared import __version__
 from shared.config import Settings, load_settings
 from shared.errors import ConfigError
+from shared.types import WorkerId
 
 FIXED = ("model", "served_model_name", "block_size", "redis_url", "ray_address")
 """What a deployment is known by: block keys, directory and names of workers follow from it."""
@@ -37,6 +38,12 @@ def build_of(settings: Settings) -> str:
     made_of = settings.model_dump(mode="json", include=set(OF_WORKERS))
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
     return f"{__version__}-{digest[:16]}"
+
+
+def outdated(run: Run, build: str | None = None) -> list[WorkerId]:
+    """Workers that are made otherwise than `build`, which is what the run's settings say by default; oldest first."""
+    build = build or build_of(Settings(**run.settings))
+    return [WorkerId(worker) for worker in run.workers if run.worker_to_build.get(worker) != build]
 
 
 def changed(run: Run, settings: Settings) -> dict[str, Any]:

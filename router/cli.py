@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from router import ray_access
 
         starts_ray = arguments.command in _STARTING_COMMANDS and not settings.ray_address
-        ray_access.prepare(arguments.command, settings.run_dir, starts_ray=starts_ray)
+        ray_access.prepare(arguments.command, settings.run_dir, ray_address=settings.ray_address, starts_ray=starts_ray)
         from router import commands
 
         return commands.run(arguments.command, settings, own, say=_say, show=_show)

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private.services import canonicalize_bootstrap_address
+from ray._private.services import get_ray_address_from_environment
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
@@ -73,7 +73,7 @@ def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, 
 def _find_running() -> str:
     """Where the Ray is that `auto` means: that of `RAY_ADDRESS`, or the latest that was started on this host."""
     try:
-        address = canonicalize_bootstrap_address("auto")
+        address = get_ray_address_from_environment("auto", None)
     except (OSError, ValueError) as error:
         raise ConfigError(
             "--ray-address auto: no Ray runs on this host; start one with `ray start --head`, name one as HOST:PORT, "

@@ -32,14 +32,14 @@ async def bring_up(settings: Settings, run_dir: Path, say: Say) -> runfile.Run:
     """Start a deployment that outlives this process; on failure nothing of it is left.
 
     Raises:
-        ConfigError: one is running already.
+        ConfigError: there is one already, which is not `rollout.change`d since it never got ready.
     """
     with runfile.changing(run_dir):
         known = runfile.read_run(run_dir)
         if known is not None and known.is_alive:
             raise ConfigError(
-                f"a deployment is running already ({known.settings.get('model')}); see `kvroute status`, "
-                "and `kvroute down` ends it"
+                f"`kvroute up` has begun a deployment of {known.settings.get('model')} here and not finished it; "
+                "`kvroute down` ends it"
             )
         run = runfile.Run(
             runfile.new_marker(),
@@ -65,7 +65,7 @@ async def take_down(run_dir: Path, say: Say) -> bool:
     run = runfile.read_run(run_dir)
     if run is None:
         return False
-    if not run.has_own_ray:
+    if run.workers and not run.has_own_ray:
         await _end_actors(run, say)
     await asyncio.to_thread(runfile.end_processes, run.marker)
     if run.redis_url and not run.settings.get("redis_url"):
@@ -205,10 +205,13 @@ async def grow(
         worker_to_build={**run.worker_to_build, **dict.fromkeys([*gone, *new], build_of(settings))},
     )
     runfile.update_run(run_dir, grown)
+    # While others are still to go, what they and the new ones need together says nothing.
+    needed = settings if recorded is None else settings.model_copy(update={"workers": len(gone) + len(new)})
     try:
         async with contextlib.AsyncExitStack() as undo:
             secret = bytes.fromhex(run.secret)
-            await launch.start_workers(settings, run.redis_url, secret, say, undo, ids=[*gone, *new], is_detached=True)
+            starting = [*gone, *new]
+            await launch.start_workers(needed, run.redis_url, secret, say, undo, ids=starting, is_detached=True)
             undo.pop_all()
     except BaseException:
         with contextlib.suppress(ConfigError):

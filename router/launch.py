@@ -121,9 +121,7 @@ async def start_workers(
     """
     resources = _resources(settings)
     has_own_ray = not settings.ray_address
-    if has_own_ray:
-        # A cluster of somebody else may grow, on demand or since it is just starting; one of ours will not.
-        cluster.check_resources(settings.workers, resources)
+    check_resources(settings)
     say(f"starting {len(ids)} workers with {settings.model}")
     missing = cluster.missing_room(len(ids), resources)
     if missing is not None:
@@ -264,8 +262,16 @@ def actor_name(worker: WorkerId) -> str:
     return f"kvroute:{worker}"
 
 
+def check_resources(settings: Settings) -> None:
+    """Raises `ConfigError` where a Ray of ours has no room for so many workers: one of somebody else may grow, on demand
+    or since it is just starting.
+    """
+    if not settings.ray_address:
+        cluster.check_resources(settings.workers, _resources(settings))
+
+
 def has_room(settings: Settings) -> bool:
-    """Whether the Ray that this process is in can take one more such worker now. What was just freed may show a second later."""
+    """Whether Ray can take one more such worker now. What was just freed may show a second later."""
     return cluster.missing_room(1, _resources(settings)) is None
 
 

@@ -42,13 +42,14 @@ async def change(run_dir: Path, settings: Settings, say: Say) -> runfile.Run:
         wanted = Settings(**recorded).model_copy(update={"start_timeout_s": settings.start_timeout_s})
         for line in changes.differences(run.settings, recorded):
             say(f"changing {line}")
-        await _check_keys(run, wanted, say)
+        await _check_against_running(run, wanted, say)
         with deployment.joined(run):
+            launch.check_resources(wanted)
             return await _Rollout(run_dir, recorded, wanted, settings.drain_timeout_s, say).carry_out(run)
 
 
-async def _check_keys(run: runfile.Run, wanted: Settings, say: Say) -> None:
-    """Raises `ConfigError` where new workers would compute other block keys than those that run, and their routers."""
+async def _check_against_running(run: runfile.Run, wanted: Settings, say: Say) -> None:
+    """Raises `ConfigError` where new workers would not do for routers that run over the present ones."""
     folder = await launch.prepare_model_folder(wanted, say)
     scheme = CacheScheme(wanted.model_name, wanted.block_size)
     own_key = parity_key(scheme, await asyncio.to_thread(tokenizer_fingerprint, folder))
@@ -58,6 +59,12 @@ async def _check_keys(run: runfile.Run, wanted: Settings, say: Say) -> None:
         raise ConfigError(
             f"--model {wanted.model}: the tokenizer in {folder} is another one than {', '.join(differing)} compute "
             "block keys with, so that routers that run would not find what new workers hold; `kvroute down` ends them"
+        )
+    shortest_tokens = min((record.info.max_model_len_tokens for record in records), default=0)
+    if wanted.max_model_len is not None and wanted.max_model_len < shortest_tokens:
+        raise ConfigError(
+            f"--max-model-len: {wanted.max_model_len} is less than the {shortest_tokens} tokens that routers that run "
+            "promise to their callers; `kvroute down` ends what runs"
         )
 
 
@@ -76,11 +83,12 @@ class _Rollout:
 
     async def carry_out(self, run: runfile.Run) -> runfile.Run:
         """Replace what is made otherwise, and bring the number of workers to what is wanted."""
-        outdated = self._outdated(run)
+        outdated = changes.outdated(run, self._build)
         if outdated:
-            self._say(f"made otherwise, and to be replaced: {', '.join(outdated)}")
+            why = "started with other settings or by another version"
+            self._say(f"{', '.join(outdated)}: {why}, and replaced one by one")
         run = await self._let_go(run, await self._lost(run, is_changing=bool(outdated)))
-        outdated = self._outdated(run)
+        outdated = changes.outdated(run, self._build)
         num_over = max(0, min(len(outdated), len(run.workers) - self._wanted.workers))
         if num_over:
             run = await self._retire(run, outdated[:num_over])
@@ -95,10 +103,6 @@ class _Rollout:
             run = replace(run, settings=dict(self._recorded))
             runfile.update_run(self._run_dir, run)
         return run
-
-    def _outdated(self, run: runfile.Run) -> list[WorkerId]:
-        """Workers that were made otherwise, the oldest first."""
-        return [WorkerId(worker) for worker in run.workers if run.worker_to_build.get(worker) != self._build]
 
     async def _lost(self, run: runfile.Run, *, is_changing: bool) -> list[WorkerId]:
         """Workers to take off before anything else: those on their way out, and in a change those that do not serve."""

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from router import runfile
+from router import changes, runfile
 from router.pins import connected, of_this_life
 from router.tables import or_dash
 from shared.config import Settings
@@ -32,6 +32,7 @@ async def deployment_state(run: runfile.Run, settings: Settings) -> dict[str, An
         "block_size": settings.block_size,
         "ray_address": run.ray_address,
         "store": "ok",
+        "outdated": changes.outdated(run),
         "workers": [],
     }
     if run.redis_url and not run.settings.get("redis_url"):
@@ -107,6 +108,9 @@ def status_text(state: Mapping[str, Any]) -> str:
     """The state of a deployment as a table."""
     lines = [f"model {state['model']}, KV blocks of {state['block_size']} tokens, store {state['store']}"]
     lines += [f"! {told}" for told in state.get("store_restarts", ())]
+    if state["outdated"]:
+        names = ", ".join(state["outdated"])
+        lines.append(f"! {names}: started with other settings or by another version; `kvroute up` replaces them")
     lines.append(
         f"{'worker':<12} {'state':<12} {'running':>7} {'waiting':>7} {'KV blocks':>12} {'cached':>7} "
         f"{'pinned':>9}  engine"

@@ -124,9 +124,12 @@ def test_deployment_comes_up_serves_batches_tells_its_state_and_goes_down(tmp_pa
         up = run_command("up", "--workers", "2", *TINY, *common, environment=environment)
         assert up.returncode == 0, up.stderr
         assert os.stat(Path(run_dir) / "kvroute.json").st_mode & 0o077 == 0
-        again = run_command("up", "--workers", "1", *TINY, *common, environment=environment)
-        assert again.returncode == 2
-        assert "running already" in again.stderr
+        again = run_command("up", "--workers", "2", *TINY, *common, environment=environment)
+        assert (again.returncode, "2 workers serve tiny: w0, w1" in again.stderr) == (0, True), again.stderr
+        other = run_command("up", "--model", "smollm2", *common, environment=environment)
+        assert (other.returncode, "--model: smollm2 cannot take the place of tiny" in other.stderr) == (2, True)
+        misplaced = run_command("up", "--request-log", tmp_path / "log", *common, environment=environment)
+        assert (misplaced.returncode, "--request-log: for routers" in misplaced.stderr) == (2, True)
 
         input_path = write_rows(tmp_path / "in.jsonl", batch_rows(40))
         for attempt in range(2):

@@ -32,12 +32,15 @@ def tag() -> Iterator[str]:
 
 def server_of(tag: str) -> tuple[psutil.Process, str]:
     """The store's server that a command has started, and its URL."""
-    command_of = {process: process.cmdline() for process in tagged_processes(tag)}
-    # The keeper has the server's whole command among its arguments.
-    servers = [one for one, command in command_of.items() if "--unixsocket" in command and "-I" not in command]
-    (server,) = servers
-    command = command_of[server]
-    return server, "unix://" + command[command.index("--unixsocket") + 1]
+    found = []
+    for process in tagged_processes(tag):
+        with contextlib.suppress(psutil.Error):
+            command = process.cmdline()
+            # The keeper has the server's whole command among its arguments.
+            if "--unixsocket" in command and "-I" not in command:
+                found.append((process, "unix://" + command[command.index("--unixsocket") + 1]))
+    (server,) = found
+    return server
 
 
 def workers_in(url: str) -> set[str]:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
-import sys
+import re
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 from redis import Redis
 
-from router import runfile
+from router import cluster, runfile
 from tests.support.batches import chat_row, write_rows
 from tests.support.commands import assert_no_process_left, tagged_environment
-from tests.support.live_deployment import LiveDeployment, is_asked, until
+from tests.support.live_deployment import PATIENCE_S, LiveDeployment, is_asked, until
 from worker.engines.profiles import LatencyProfile
 
 pytestmark = [pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
@@ -46,7 +43,8 @@ def simulated(tmp_path: Path) -> list[str]:
 @asynccontextmanager
 async def up(tag: str, *arguments: str) -> AsyncIterator[LiveDeployment]:
     with tempfile.TemporaryDirectory() as run_dir:
-        deployment = LiveDeployment(Path(run_dir), tagged_environment(tag))
+        variables = {"RAY_AUTH_MODE": "disabled"} if "--address" in arguments else {}
+        deployment = LiveDeployment(Path(run_dir), tagged_environment(tag, **variables))
         try:
             code, told = await deployment.run("up", *arguments)
             assert code == 0, told
@@ -57,10 +55,10 @@ async def up(tag: str, *arguments: str) -> AsyncIterator[LiveDeployment]:
 
 
 def keys_of(run: runfile.Run, worker: str) -> list[bytes]:
-    """What the store holds of a worker, but for what routers leave behind to see whether it answers, which expires."""
+    """What the store holds of a worker, but for what expires: routers' looks at it, and its last word on its pins."""
     with Redis.from_url(run.redis_url) as client:
         keys = list(client.scan_iter(match=f"*:{worker}}}*"))
-        return [key for key in keys if b":canary:" not in key or client.pttl(key) == -1]
+        return [key for key in keys if not re.search(rb":(canary:.*|pins)$", key) or client.pttl(key) == -1]
 
 
 def assert_gone(deployment: LiveDeployment, *workers: str) -> None:
@@ -134,6 +132,8 @@ async def test_worker_that_does_not_start_stops_the_change_and_the_next_command_
             await asyncio.to_thread(changing.communicate)
             halfway = runfile.running(deployment.run_dir)
             assert {"w1", "w2"} <= set(halfway.workers)
+            # It may have been killed before it could write down that w0 has left.
+            assert {"w1"} <= set((await deployment.status())["outdated"]) <= {"w0", "w1"}
 
             code, told = await deployment.run("up", "--pin-budget-blocks", "50", "--workers", "3")
             assert code == 0, told
@@ -146,33 +146,26 @@ async def test_worker_that_does_not_start_stops_the_change_and_the_next_command_
 
 
 @asynccontextmanager
-async def ray_cluster(tag: str, num_cpus: int) -> AsyncIterator[str]:
+async def ray_cluster(tag: str, log_path: Path, num_cpus: int) -> AsyncIterator[str]:
     """A Ray of somebody else's, with room for so many workers; its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
-    command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats"]
-    command += [f"--num-cpus={num_cpus}", f"--object-store-memory={100 << 20}", "--ray-client-server-port=0"]
-    head = psutil.Popen(command, env=tagged_environment(tag), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def listens() -> bool:
-        assert head.poll() is None
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
-
+    # A token that the user of this machine happens to have is none of the tests' business.
+    environment = tagged_environment(tag, RAY_AUTH_MODE="disabled")
+    head, address = cluster.start_head(environment, log_path, num_cpus=num_cpus)
     try:
-        await until(listens)
-        yield f"127.0.0.1:{port}"
+        await cluster.wait_for_head(head, address, log_path, timeout_s=PATIENCE_S)
+        yield address
     finally:
         head.terminate()
-        head.wait(60.0)
+        await asyncio.to_thread(head.wait, 60.0)
 
 
 async def test_two_deployments_share_a_ray_and_each_changes_by_itself_as_far_as_there_is_room(
-    tag: str, simulated: list[str]
+    tmp_path: Path, tag: str, simulated: list[str]
 ) -> None:
-    async with ray_cluster(tag, num_cpus=3) as address, up(tag, "--address", address, *simulated) as other:
+    async with (
+        ray_cluster(tag, tmp_path / "ray.log", num_cpus=3) as address,
+        up(tag, "--address", address, *simulated) as other,
+    ):
         async with up(tag, "--workers", "2", "--address", address, *simulated) as deployment:
             ((theirs,), ours) = (runfile.running(one.run_dir).workers for one in (other, deployment))
             assert len({theirs.partition("-")[2], *(worker.partition("-")[2] for worker in ours)}) == 2
@@ -198,14 +191,16 @@ async def test_two_deployments_share_a_ray_and_each_changes_by_itself_as_far_as_
 
 
 async def test_auto_leads_to_the_ray_that_runs_and_is_written_down_as_an_address(
-    tag: str, simulated: list[str]
+    tmp_path: Path, tag: str, simulated: list[str]
 ) -> None:
-    async with ray_cluster(tag, num_cpus=1) as address:
+    async with ray_cluster(tag, tmp_path / "ray.log", num_cpus=1) as address:
         with tempfile.TemporaryDirectory() as run_dir:
-            there = LiveDeployment(Path(run_dir), {**tagged_environment(tag), "RAY_ADDRESS": address})
+            there = LiveDeployment(
+                Path(run_dir), tagged_environment(tag, RAY_AUTH_MODE="disabled", RAY_ADDRESS=address)
+            )
             code, told = await there.run("up", "--address", "auto", *simulated)
             assert (code, f"Ray at {address}" in told) == (0, True), told
-            elsewhere = LiveDeployment(Path(run_dir), tagged_environment(tag))
+            elsewhere = LiveDeployment(Path(run_dir), tagged_environment(tag, RAY_AUTH_MODE="disabled"))
             assert list((await elsewhere.states()).values()) == ["ready"]
             code, told = await elsewhere.run("down")
             assert (code, "stopped" in told) == (0, True), told

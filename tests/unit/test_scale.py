@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from router import cluster, commands, deployment, launch, runfile
+from router import commands, launch, runfile
 from router.commands import Invocation
 from shared.config import Settings
 from shared.errors import ConfigError, EngineError
-from shared.types import WorkerId
-
-RUN = runfile.Run(
-    "abcdef0123", "00", {"model": "tiny", "ray_address": "127.0.0.1:1"}, "redis://nowhere", "127.0.0.1:1",
-    ("w0-abcdef", "w1-abcdef", "w2-abcdef"), is_ready=True,
-)  # fmt: skip
+from tests.support.stage import RUN, Stage
 
 
 def invocation(run_dir: Path, **own: str) -> Invocation:
@@ -47,72 +40,6 @@ async def test_two_changes_at_once_are_one_too_many(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another `kvroute up`, `scale` or `drain` is at work"):
             await commands._drain(invocation(tmp_path, worker="w0-abcdef"))
     assert runfile.read_run(tmp_path) == RUN
-
-
-class Stage:
-    """Stands in for Ray, store and workers."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, run: runfile.Run = RUN) -> None:
-        self.run_dir = run_dir
-        runfile.write_run(run_dir, run)
-        self.serving = set(run.workers)
-        self.actors = dict.fromkeys(run.workers, False)
-        """Worker -> whether it was told to drain before."""
-        self.drained: list[str] = []
-        self.started: list[str] = []
-        self.said: list[str] = []
-        self.fails_to_start = False
-        self.ends_meanwhile = False
-        monkeypatch.setattr(cluster, "connect_ray", lambda *arguments, **options: None)
-        monkeypatch.setattr(cluster, "leave_ray", lambda: None)
-        monkeypatch.setattr(cluster, "find_actor", self._find_actor)
-        monkeypatch.setattr(cluster, "kill_actor", lambda actor, name: self.actors.pop(actor.worker))
-        monkeypatch.setattr(cluster, "call", self._call)
-        monkeypatch.setattr(launch, "start_workers", self._start_workers)
-        monkeypatch.setattr(deployment, "serving", self._who_serves)
-
-    async def scale(self, num_workers: int) -> tuple[str, ...]:
-        run = await deployment.scale(self.run_dir, num_workers, Settings(), self.said.append)
-        assert runfile.read_run(self.run_dir) == run
-        assert run == RUN or run.settings["workers"] == len(run.workers)
-        return run.workers
-
-    async def drain(self, worker: str) -> tuple[str, ...]:
-        run = await deployment.drain(self.run_dir, WorkerId(worker), Settings(), self.said.append)
-        assert runfile.read_run(self.run_dir) == run
-        return run.workers
-
-    def _find_actor(self, name: str) -> Any:
-        worker = name.removeprefix("kvroute:")
-        return _Actor(worker) if worker in self.actors else None
-
-    async def _call(self, method: tuple[str, str], *arguments: Any, timeout_s: float, what: str) -> Any:
-        name, worker = method
-        if name == "is_leaving":
-            return self.actors[worker]
-        self.drained.append(worker)
-        if self.ends_meanwhile:
-            runfile.remove_run(self.run_dir)
-        if worker not in self.serving:
-            raise EngineError(f"{what}: no answer")
-        return 3
-
-    async def _start_workers(self, settings: Settings, *arguments: Any, ids: list[str], **options: Any) -> None:
-        self.started += ids
-        assert set(ids) <= set((runfile.read_run(self.run_dir) or RUN).workers), "started before it was written down"
-        await asyncio.sleep(0)
-        if self.fails_to_start:
-            raise EngineError("no memory")
-
-    async def _who_serves(self, run: runfile.Run, settings: Settings) -> set[str]:
-        return self.serving
-
-
-class _Actor:
-    def __init__(self, worker: str) -> None:
-        self.worker = worker
-        self.is_leaving = ("is_leaving", worker)
-        self.drain = ("drain", worker)
 
 
 @pytest.fixture

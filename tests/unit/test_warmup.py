@@ -132,6 +132,39 @@ async def test_a_number_of_workers_takes_those_with_the_fewest_pinned_blocks(dep
     assert await deployment.wanted() == {"first": (W0,), "second": (W1,), "third": (W0,)}
 
 
+async def hand_over(deployment: Deployment, leaving: str, heir: str) -> list[str]:
+    """What is said while an heir takes a worker's pins."""
+    said: list[str] = []
+    await pins.hand_over(deployment.run, SETTINGS, WorkerId(leaving), WorkerId(heir), said.append)
+    return said
+
+
+async def test_an_heir_keeps_what_was_kept_by_name_and_for_all(deployment: Deployment) -> None:
+    await deployment.warm_up(replace(ORDER, name="here", num_workers=1, ttl_s=600.0))
+    await deployment.warm_up(replace(ORDER, name="both", num_workers=2), TOKENS[:130])
+    await deployment.warm_up(replace(ORDER, name="all"), TOKENS[:64])
+    await deployment.start("w2")
+    assert await hand_over(deployment, "w0", "w2") == []
+    assert await deployment.wanted() == {"here": (W2,), "both": (W2, W1), "all": ()}
+    assert await deployment.followers["w2"].held() == {"here": 3, "both": 2, "all": 1}
+    expires_in_s = {
+        pin["name"]: pin["expires_in_s"] for pin in (await pins.pin_state(deployment.run, SETTINGS))["pins"]
+    }
+    assert 500.0 < expires_in_s.pop("here") <= 600.0
+    assert expires_in_s == {"both": None, "all": None}
+    # An heir that keeps it already is named once.
+    assert await hand_over(deployment, "w1", "w2") == []
+    assert await deployment.wanted() == {"here": (W2,), "both": (W2,), "all": ()}
+
+
+async def test_an_heir_without_room_says_so_and_holds_up_nobody(deployment: Deployment) -> None:
+    await deployment.warm_up(replace(ORDER, name="large", num_workers=1), list(range(64 * 15)))
+    await deployment.warm_up(replace(ORDER, name="other", num_workers=1), list(range(5, 64 * 15)))
+    assert await deployment.wanted() == {"large": (W0,), "other": (W1,)}
+    (told,) = await hand_over(deployment, "w0", "w1")
+    assert "worker w1 does not keep pin large: " in told
+
+
 async def test_more_workers_than_live_are_refused_with_the_number(deployment: Deployment) -> None:
     with pytest.raises(ConfigError, match="--workers: 3 are asked for, 2 are alive"):
         await deployment.warm_up(replace(ORDER, num_workers=3))
