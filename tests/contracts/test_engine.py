@@ -7,18 +7,21 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from shared.errors import ContextTooLong, InvalidRequest, PinRefused, UnknownPin
 from shared.hashing import block_keys, pack_tokens, root_key
-from shared.types import BlockKey, FinishReason
+from shared.messages import TokenLogprobs
+from shared.types import BlockKey, FinishReason, Reading, ToolChoice
 from tests.support.engines import BLOCK_SIZE, CONTEXT_TOKENS, NUM_BLOCKS, SCHEME, EngineUnderTest, assert_empty
 from tests.support.transport import until
 from worker.auditor import digest_of
 from worker.engines.base import EngineRequest, PinnedPrefix
 
+TOOLS = '[{"type": "function", "function": {"name": "f"}}]'
 BUDGET_BLOCKS = NUM_BLOCKS - CONTEXT_TOKENS // BLOCK_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -213,6 +216,36 @@ async def test_requests_that_can_never_be_served_are_refused(engine: EngineUnder
     with pytest.raises(InvalidRequest, match="no adapter 'poet'"):
         await engine.ask(prompt(12, 10), adapter="poet")
     assert len((await engine.ask(prompt(12, CONTEXT_TOKENS - 1), max_tokens=5)).token_ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"logprobs": 2}, "logprobs"),
+        ({"json_schema": '{"type":"banana"}'}, "response_format"),
+        ({"reading": Reading(TOOLS, ToolChoice.AUTO)}, "tools"),
+        ({"reading": Reading()}, "messages"),
+    ],
+)
+async def test_what_more_is_asked_than_tokens_is_done_or_refused_by_name(
+    engine: EngineUnderTest, more: dict[str, Any], param: str
+):
+    plain = await engine.ask(prompt(13, 40), max_tokens=4)
+    request = engine.request(prompt(13, 40), max_tokens=4)
+    request = replace(request, sampling=replace(request.sampling, **more))
+    logprobs: list[TokenLogprobs] = []
+    refused = None
+    try:
+        async with aclosing(engine.engine.generate(request)) as deltas:
+            async for delta in deltas:
+                logprobs += delta.logprobs
+    except InvalidRequest as error:
+        refused = error.param
+    # One thing alone can be done without a grammar's library and without parsers.
+    done = [2] * 4 if param == "logprobs" and refused is None else []
+    assert ([len(one.top_token_ids) for one in logprobs], refused) == (done, None if done else param)
+    assert (await engine.ask(prompt(13, 40), max_tokens=4)).token_ids == plain.token_ids
+    await assert_empty(engine)
 
 
 async def test_answers_do_not_depend_on_what_runs_beside_them(engine: EngineUnderTest):

@@ -6,11 +6,13 @@ import asyncio
 import json
 import shutil
 import subprocess
+import typing
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import openai
+import pydantic
 import pytest
 import pytest_asyncio
 
@@ -32,6 +34,7 @@ SETTINGS = Settings(
     max_num_seqs=8,
     kv_cache_blocks=200,
     max_model_len=2048,
+    tool_call_parser="hermes",
     lease_s=10.0,  # no stall of a busy machine is as long
     heartbeat_s=0.5,
 )
@@ -191,7 +194,7 @@ async def test_raw_response_shows_the_decision(service: Service) -> None:
         (greedy(model="gpt-9"), openai.NotFoundError, "model_not_found", "model"),
         (greedy(temperature=9), openai.BadRequestError, "invalid_value", "temperature"),
         (greedy(max_tokens=5000), openai.BadRequestError, "context_length_exceeded", "messages"),
-        (greedy(logprobs=True), openai.BadRequestError, "invalid_value", "logprobs"),
+        (greedy(logit_bias={"5": 1}), openai.BadRequestError, "invalid_value", "logit_bias"),
     ],
 )
 async def test_errors_are_the_clients_own_classes(
@@ -202,6 +205,178 @@ async def test_errors_are_the_clients_own_classes(
             await client.chat.completions.create(**asked)
         assert (caught.value.code, caught.value.param) == (code, param)
         assert caught.value.request_id
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CITIES = {"type": "string", "enum": ["Paris", "Rome"]}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": CITIES},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}},
+]
+WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+def drawn(**options: Any) -> dict[str, Any]:
+    """For answers that a grammar gives a form: the likeliest tokens of a random model may be blanks for ever."""
+    return greedy(**{"max_tokens": 900, "temperature": 2.0, "seed": 5, **options})
+
+
+def format_of(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+async def test_sync_client_gets_answers_of_the_form_that_it_asks_for(service: Service) -> None:
+    def chat() -> None:
+        with service.client() as client:
+            asked = drawn(response_format=format_of(PERSON))
+            for num_answers in (1, 2):
+                answer = client.chat.completions.create(**asked, n=num_answers)
+                for choice in answer.choices:
+                    assert set(json.loads(choice.message.content or "")) == {"name", "age"}
+                    assert choice.finish_reason == "stop"
+            text = "".join(
+                chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)
+            )
+            assert set(json.loads(text)) == {"name", "age"}
+            answer = client.chat.completions.create(**greedy(max_tokens=8, response_format={"type": "json_object"}))
+            assert (answer.choices[0].message.content or "").startswith("{")
+            found = client.completions.create(
+                model="tiny",
+                prompt="a",
+                max_tokens=400,
+                temperature=0,
+                extra_body={"response_format": format_of(CITIES)},
+            )
+            assert json.loads(found.choices[0].text) in CITIES["enum"]
+
+    await blocking(chat)
+    await service.settle()
+
+
+async def test_client_parses_an_answer_into_a_model_of_its_own(service: Service) -> None:
+    class Person(pydantic.BaseModel):
+        name: typing.Literal["Ada", "Bob"]
+        is_old: bool
+
+    async with service.async_client() as client:
+        parsed = await client.chat.completions.parse(**drawn(), response_format=Person)
+        assert isinstance(parsed.choices[0].message.parsed, Person)
+    await service.settle()
+
+
+async def test_tool_is_called_and_its_result_goes_into_the_next_turn(service: Service) -> None:
+    async with service.async_client() as client:
+        asked = drawn(tools=TOOLS)
+        first = (await client.chat.completions.create(**asked, tool_choice=WEATHER)).choices[0]
+        assert first.message.tool_calls
+        (call,) = first.message.tool_calls
+        assert call.type == "function"
+        assert (call.function.name, first.finish_reason, first.message.content) == ("weather", "stop", None)
+        assert json.loads(call.function.arguments)["city"] in CITIES["enum"]
+        any_tool = (await client.chat.completions.create(**asked, tool_choice="required")).choices[0]
+        assert any_tool.finish_reason == "tool_calls"
+        assert {call.function.name for call in any_tool.message.tool_calls or ()} <= {"weather", "now"}  # type: ignore[union-attr]
+        result = {"role": "tool", "content": "sunny", "tool_call_id": call.id}
+        again = {**asked, "messages": [*MESSAGES, first.message, result], "max_tokens": 8}
+        for choice in ("auto", "none"):
+            answer = await client.chat.completions.create(**again, tool_choice=choice)
+            assert answer.choices[0].message.content
+            assert not answer.choices[0].message.tool_calls
+    await service.settle()
+
+
+async def test_streamed_call_is_the_same_as_the_whole_one(service: Service) -> None:
+    async with service.async_client() as client:
+        asked = drawn(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+        whole = (await client.chat.completions.create(**asked)).choices[0]
+        async with client.chat.completions.stream(**asked) as stream:
+            num_pieces = 0
+            async for event in stream:
+                num_pieces += event.type == "tool_calls.function.arguments.delta"
+            streamed = (await stream.get_final_completion()).choices[0]
+        assert num_pieces >= 1
+        assert streamed.finish_reason == whole.finish_reason == "tool_calls"
+        (one,), (other,) = streamed.message.tool_calls or (), whole.message.tool_calls or ()
+        assert other.type == "function"
+        assert one.function.name == other.function.name
+        assert json.loads(one.function.arguments) == json.loads(other.function.arguments)
+    await service.settle()
+
+
+async def test_probabilities_come_whole_and_streamed(service: Service) -> None:
+    async with service.async_client() as client:
+        asked = greedy(max_tokens=8, logprobs=True, top_logprobs=2)
+        whole = (await client.chat.completions.create(**asked)).choices[0].logprobs
+        assert whole is not None
+        assert whole.content
+        assert [len(token.top_logprobs) for token in whole.content] == [2] * 8
+        # A greedy answer takes the likeliest.
+        assert [token.top_logprobs[0].token for token in whole.content] == [token.token for token in whole.content]
+        tokens = []
+        async for chunk in await client.chat.completions.create(**asked, stream=True):
+            if chunk.choices[0].logprobs is not None:
+                tokens += chunk.choices[0].logprobs.content or []
+        assert [token.token for token in tokens] == [token.token for token in whole.content]
+        text = await client.completions.create(model="tiny", prompt="a", max_tokens=4, temperature=0, logprobs=1)
+        told = text.choices[0].logprobs
+        assert told is not None
+        assert [len(found) for found in told.top_logprobs or ()] == [1] * 4
+        assert len(told.tokens or ()) == len(told.token_logprobs or ()) == len(told.text_offset or ()) == 4
+    await service.settle()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "banana"}, {"$ref": "#/nope"}, {"type": "string", "pattern": "(("}, {"type": "integer", "multipleOf": 3}],
+)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_schema_that_the_engine_cannot_hold_is_the_callers_error(
+    service: Service, schema: Any, is_streamed: bool
+) -> None:
+    async with service.async_client() as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**greedy(response_format=format_of(schema), stream=is_streamed))
+        assert (caught.value.code, caught.value.param) == ("invalid_value", "response_format")
+        assert caught.value.response.headers["x-should-retry"] == "false"
+        assert (await client.chat.completions.create(**greedy(max_tokens=2))).choices
+    state_to_count = service.serving.router.fleet.state_to_count()
+    assert state_to_count["ready"] == SETTINGS.workers
+    await service.settle()
+
+
+async def test_raw_stream_of_a_call_is_in_openais_form(service: Service) -> None:
+    async with service.async_client() as client:
+        asked = drawn(tools=TOOLS, tool_choice=WEATHER, stream=True)
+        async with client.chat.completions.with_streaming_response.create(**asked) as raw:
+            lines = [line async for line in raw.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines[:-1]]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert set(calls[0]) == {"index", "id", "type", "function"}
+        assert all(set(call) == {"index", "function"} for call in calls[1:])
+        assert "".join(call["function"]["arguments"] for call in calls)
+    await service.settle()
 
 
 async def test_wrong_key_is_refused_and_models_are_listed_for_a_right_one(service: Service) -> None:

@@ -345,11 +345,16 @@ class FakeVllm:
             return _error(400, "Input should be greater than or equal to 0", "Bad Request", "body.prompt")
         if not 0 < body["top_p"] <= 1:
             return _error(400, f"top_p must be in (0, 1], got {body['top_p']}.", "BadRequestError", "top_p")
+        schema = body.get("response_format", {}).get("json_schema", {}).get("schema", {})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         response.enable_chunked_encoding()
         await response.prepare(request)
         if any(token_id >= VOCABULARY_SIZE for token_id in prompt):
             error = {"message": f"Token id {max(prompt)} is out of vocabulary", "type": "BadRequestError", "code": 400}
+            await response.write(_event({"error": error}) + b"data: [DONE]\n\n")
+            return response
+        if schema.get("type") == "banana":
+            error = {"message": 'Unsupported type "banana"', "type": "BadRequestError", "param": None, "code": 400}
             await response.write(_event({"error": error}) + b"data: [DONE]\n\n")
             return response
         rank = self.ranks[int(request.headers.get("X-data-parallel-rank", "0"))]
@@ -383,7 +388,7 @@ class FakeVllm:
             choice = {
                 "index": 0,
                 "text": "x" * len(delta.token_ids),
-                "logprobs": None,
+                "logprobs": _logprobs(delta.token_ids, body.get("logprobs")),
                 "finish_reason": delta.finish and FinishReason(delta.finish).value,
                 "stop_reason": None,
                 "prompt_token_ids": prompt if num_tokens == len(delta.token_ids) else None,
@@ -395,6 +400,16 @@ class FakeVllm:
             usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
         await response.write(_event({**head, "choices": [], "usage": usage}))
         await response.write(b"data: [DONE]\n\n")
+
+
+def _logprobs(token_ids: Sequence[int], num_top: int | None) -> dict[str, Any] | None:
+    """Of made-up tokens, with names as `return_tokens_as_token_ids` has them: the token is the likeliest."""
+    if num_top is None:
+        return None
+    top = [{f"token_id:{token_id + place}": -0.5 - place for place in range(num_top + 1)} for token_id in token_ids]
+    names = [f"token_id:{token_id}" for token_id in token_ids]
+    offsets = list(range(len(token_ids)))
+    return {"tokens": names, "token_logprobs": [-0.5] * len(names), "top_logprobs": top, "text_offset": offsets}
 
 
 def free_ports(num_ranks: int) -> tuple[int, int]:

@@ -5,20 +5,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from router.requests import GenerateRequest, RequestTrace
+from router.requests import GenerateRequest, RequestTrace, RichGenerated
 from router.service import Router
-from shared.errors import AttemptsExhausted, DeadlineExceeded, KvrouteError, Overloaded, StreamBroken, WorkerLost
+from shared.errors import (
+    AttemptsExhausted,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvrouteError,
+    Overloaded,
+    StreamBroken,
+    WorkerLost,
+)
 from shared.hashing import pack_tokens
-from shared.types import FinishReason, RequestId, Sampling, WorkerId
+from shared.messages import MessagePart, TokenLogprobs
+from shared.types import FinishReason, Reading, RequestId, Sampling, ToolChoice, WorkerId
 from shared.vtime import run_virtual
 from tests.support.fakes import FakeEngine, fake_tokens
 from tests.support.rack import Rack, Slot, ask, prompt, rack
-from worker.engines.base import EngineDelta, EngineRequest
+from worker.engines.base import EngineDelta, EngineRequest, RichEngineDelta
 
 PROMPT = prompt(1, 64, tail=1)
 NUM_TOKENS = 9
@@ -158,6 +167,72 @@ def test_death_under_an_answer_that_may_not_continue_is_one_clear_error(num_toke
             assert str(told.error).endswith("cannot go on elsewhere since it sets seed")
             assert told.trace.num_attempts == 1
             workers.worker_to_slot.pop(WorkerId(str(told.trace.worker)))
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (replace(GREEDY, logprobs=0), "logprobs"),
+        (replace(GREEDY, json_schema="{}"), "response_format"),
+        (replace(GREEDY, reading=Reading("[]", ToolChoice.AUTO)), "tools or reasoning"),
+    ],
+)
+# With the last token there it lacks its end alone, which a worker would have had to read.
+@pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS - 1])
+def test_answer_of_which_more_is_told_than_tokens_does_not_go_on_elsewhere(
+    sampling: Sampling, words: str, num_tokens: int
+) -> None:
+    async def scenario() -> None:
+        async with rack(2, **PACE, dies_after=num_tokens) as workers, workers.router() as router:
+            told = await read(router, sampling)
+            assert (told.token_ids, told.finishes) == (WHOLE[:num_tokens], [])
+            assert isinstance(told.error, StreamBroken)
+            assert str(told.error).endswith(f"cannot go on elsewhere since it sets {words}")
+            workers.worker_to_slot.pop(WorkerId(str(told.trace.worker)))
+
+    run_virtual(scenario())
+
+
+class _Telling(FakeEngine):
+    """Tells more of each token, and refuses what it cannot hold an answer to."""
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        if request.sampling.json_schema:
+            raise InvalidRequest("no such form", param="response_format")
+        async with aclosing(super().generate(request)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                logprobs = tuple([TokenLogprobs(-1.0, (token_id,), (-0.5,)) for token_id in delta.token_ids])
+                parts = (MessagePart(f"<{delta.token_ids}>"),)
+                yield RichEngineDelta(delta.token_ids, delta.finish, delta.cached_tokens, logprobs, parts)
+
+
+def test_all_that_an_engine_tells_comes_through_once_and_in_order() -> None:
+    async def scenario() -> None:
+        async with rack_of(_Telling, 1) as workers, workers.router() as router:
+            plain = asyncio.create_task(read(router, name="plain"))
+            request = GenerateRequest(RequestId("rich"), pack_tokens(PROMPT), replace(GREEDY, logprobs=1))
+            generated = [item async for item in router.generate(request, RequestTrace())]
+            assert all(isinstance(item, RichGenerated) for item in generated)
+            assert tuple(token_id for item in generated for token_id in item.token_ids) == WHOLE
+            told = [one for item in generated if isinstance(item, RichGenerated) for one in item.logprobs]
+            assert told == [TokenLogprobs(-1.0, (token_id,), (-0.5,)) for token_id in WHOLE]
+            parts = [part for item in generated if isinstance(item, RichGenerated) for part in item.parts]
+            assert [part.content for part in parts] == [f"<({token_id},)>" for token_id in WHOLE]
+            assert (await plain).token_ids == WHOLE
+
+    run_virtual(scenario())
+
+
+def test_what_an_engine_refuses_is_the_callers_fault_and_speaks_against_no_worker() -> None:
+    async def scenario() -> None:
+        async with rack_of(_Telling, 2) as workers, workers.router() as router:
+            told = await read(router, replace(GREEDY, json_schema="{}"))
+            assert isinstance(told.error, InvalidRequest)
+            assert (str(told.error), told.error.param) == ("no such form", "response_format")
+            assert (told.trace.num_attempts, told.trace.failed_workers) == (1, [])
+            assert router.fleet.state_to_count()["ready"] == 2
 
     run_virtual(scenario())
 

@@ -171,6 +171,10 @@ class AttachedEngine:
                     is_ended = True
                     yield self._end_of(stream, held)
                     await _drain(response)
+        except InvalidRequest as error:
+            if request.sampling.json_schema:
+                error.param = error.param or "response_format"  # of a schema servers tell no field
+            raise
         except ServerGone:
             # Having closed the connection ourselves looks the same.
             if not live.is_cancelled and stream.finish is None:

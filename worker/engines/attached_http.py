@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from shared.errors import EngineError, InvalidRequest, KvrouteError
+from shared.errors import EngineError, KvrouteError
 from worker.engines.attached_answers import (
     ServedModels,
     ServerMetrics,
@@ -114,11 +114,7 @@ class ServerClient:
             async with self._session.post(f"{self._url}/v1/completions", json=body, allow_redirects=False) as response:
                 if response.status != 200:
                     raw = await response.content.read(_MAX_ERROR_BYTES)
-                    error = error_of_response(response.status, response.headers.get("Retry-After"), raw)
-                    if isinstance(error, InvalidRequest) and "response_format" in body:
-                        # Of a schema that it cannot compile a server tells no field.
-                        error.param = error.param or "response_format"
-                    raise error
+                    raise error_of_response(response.status, response.headers.get("Retry-After"), raw)
                 yield response
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerGone(f"the connection to {self._url} broke: {_words(error)}") from error
