@@ -171,10 +171,13 @@ class WorkerHost:
         """Wait until the host has ended, for whatever reason it does."""
         await self._ended.wait()
 
-    def status(self) -> WorkerStatus:
-        """The load now."""
+    def status(self) -> WorkerStatus | None:
+        """The load now; `None` while the engine is out of touch, so that routers take the worker for silent."""
+        stats = self._engine.stats()
+        if not stats.is_in_touch:
+            return None
         return status_of(
-            self._engine.stats(),
+            stats,
             self._engine_info,
             num_unended=self._requests.num_unended,
             queued_prefill_tokens=self._requests.queued_prefill_tokens,
