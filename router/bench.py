@@ -17,6 +17,7 @@ BENCHMARKS: Mapping[str, str] = MappingProxyType(
         "decision": "router.decision_bench",
         "directory": "shared.directory.bench",
         "http": "router.http_bench",
+        "streams": "router.streams_bench",
         "tokenise": "router.tokenise_bench",
         "transport": "worker.transport_bench",
     }

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from router import cluster, runfile
+from router.borrowed_tokenizer import fetch_from_workers, usable_tokenizer
 from router.cluster import WorkerResources
 from router.plan import download_config
 from router.serving import Say, Serving, enter_router
-from router.tokenizer import Tokenizer
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import Directory, WorkerRecord
@@ -166,10 +166,11 @@ async def _enter_router(
     is_observer: bool = False,
 ) -> Serving:
     """A router that is connected to all the workers, and will be to those that join them."""
-    tokenizer = await asyncio.to_thread(Tokenizer, model_folder, rng=random.Random(settings.seed))
     scheme = _scheme(settings)
     secret = bytes.fromhex(run.secret)
     router_id = RouterId(f"router-{secrets.token_hex(4)}")
+    fetch = fetch_from_workers(router_id, secret)
+    tokenizer = await usable_tokenizer(model_folder, infos, fetch, random.Random(settings.seed))
     # Drawing what must not be guessed is the system's business; everything else follows from the seed.
     rng = random.Random(settings.seed)
 

@@ -13,6 +13,7 @@ from shared.errors import ProtocolError
 from shared.hashing import pack_tokens
 from shared.messages import (
     Ack,
+    AskTokenizer,
     Cancel,
     Challenge,
     Delta,
@@ -24,6 +25,7 @@ from shared.messages import (
     Refused,
     ResidentKeys,
     Submit,
+    TokenizerFile,
     Welcome,
     decode,
     encode,
@@ -83,6 +85,8 @@ EVERY_MESSAGE = [
     INSPECTION,
     Inspection(1, 0, Epoch(""), 0, 0, 0, 0, is_quiet=False, fault=Fault("engine_error", "dead", 1.5)),
     ResidentKeys(2, b"k" * 48),
+    AskTokenizer(3),
+    TokenizerFile(3, "config.json", b"{}", 2, Fault("engine_error", "none")),
 ]
 INFO = WorkerInfo(
     WorkerId("w1"), INSTANCE, "unix:/x", CacheScheme("org/model", 64), b"parity", 10, 8, 4096, "none 1.0", "lru"
@@ -115,6 +119,13 @@ def test_golden_frame() -> None:
         "9297a272310100920506c040c097a27232020990a473746f70c093ac656e67696e655f6572726f72a178c0"
         "9f0102030405cb3fe0000000000000cb3fd0000000000000cb3fc000000000000006c307c2c0c0c0"
     )
+
+
+def test_golden_tokenizer_files() -> None:
+    assert [encode(message).hex() for message in (AskTokenizer(2), TokenizerFile(2, "a", b"k", 0))] == [
+        "920b02",
+        "960c02a161c4016b00c0",
+    ]
 
 
 def test_golden_inspection() -> None:
@@ -177,7 +188,7 @@ def test_whole_numbers_are_taken_for_floats_and_not_the_other_way_round() -> Non
         (msgpack.packb([8]), r"Inspect: 0 fields, not 1 to 2"),
         (msgpack.packb([8, 1, 1]), r"Inspect\.is_repair: int instead of bool"),
         (msgpack.packb([10, 1, "keys"]), r"ResidentKeys\.keys: str instead of bytes"),
-        (msgpack.packb([11, 1]), "not a message"),
+        (msgpack.packb([99, 1]), "not a message"),
         (with_field(INSPECTION, 2, "3"), r"Inspection\.num_resident: str instead of int"),
         (with_field(INSPECTION, 8, 1), r"Inspection\.is_quiet: int instead of bool"),
         (with_field(INSPECTION, 11, "dead"), r"Inspection\.fault: str instead of list"),
