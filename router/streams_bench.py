@@ -43,9 +43,9 @@ async def measure(
         async with Rig(Path(name), tokenizer).running(step_s=step_s, engine="simulator") as rig:
             say(f"{num_streams} streams of one token each {step_s:g} s, for {length_s:g} s")
             figures |= await _stream(rig, Path(name), rng, num_streams, round(length_s / step_s), step_s)
-            for when, num_events in (("before_first", 0), ("at_first", 1), ("after_first", 5)):
+            for when, num_tokens in (("before_first", 0), ("at_first", 1), ("after_first", 5)):
                 say(f"{_NUM_LEAVERS} clients that leave {when.replace('_', ' ')} token")
-                figures[f"freed_ms_{when}_token"] = await _leave(rig, rng, num_events)
+                figures[f"freed_ms_{when}_token"] = await _leave(rig, rng, num_tokens)
     return figures
 
 
@@ -94,23 +94,24 @@ def _cpu_s_of_others(process: psutil.Process) -> float:
     return 0.0
 
 
-async def _leave(rig: Rig, rng: random.Random, num_events: int) -> float:
+async def _leave(rig: Rig, rng: random.Random, num_tokens: int) -> float:
     """Milliseconds from the moment that clients left until router, front and workers have nothing of theirs."""
 
     async def ask() -> asyncio.StreamWriter:
         body = chat_body(rng, [], "short", is_streamed=True, num_tokens=2000)
-        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        _, writer = await asyncio.open_connection("127.0.0.1", rig.port)
         writer.write(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
-        for _ in range(num_events):
-            await reader.readuntil(b"data: {")
         return writer
 
+    metrics = rig.router.metrics
+    num_tokens_before = metrics.num_output_tokens
     async with asyncio.timeout(_PATIENCE_S):
         writers = await asyncio.gather(*(ask() for _ in range(_NUM_LEAVERS)))
         await _until(lambda: rig.front.num_under_way == _NUM_LEAVERS)
+        await _until(lambda: metrics.num_output_tokens - num_tokens_before >= num_tokens * _NUM_LEAVERS)
         for writer in writers:
             writer.transport.abort()
         left_s = time.perf_counter()
