@@ -19,6 +19,7 @@ BENCHMARKS: Mapping[str, str] = MappingProxyType(
         "directory": "shared.directory.bench",
         "http": "router.http_bench",
         "planner": "router.planner_bench",
+        "streams": "router.streams_bench",
         "tokenise": "router.tokenise_bench",
         "transport": "worker.transport_bench",
     }

@@ -47,7 +47,7 @@ _NUM_CONVERSATIONS = 8
 _MESSAGE_TOKENS = 250
 """Of each earlier message; what is earlier alternates between user and assistant."""
 _LEASE_S = 1e6
-_MODEL = "smollm2"
+MODEL = "smollm2"
 _WORDS = [
     "time",
     "year",
@@ -117,25 +117,25 @@ async def measure(
     num_streams: int = 128,
 ) -> dict[str, float]:
     """All figures by name."""
-    folder = await asyncio.to_thread(prepare_model, _MODEL, load_settings(flags={}, environment={}).model_cache_dir)
+    folder = await asyncio.to_thread(prepare_model, MODEL, load_settings(flags={}, environment={}).model_cache_dir)
     tokenizer = await asyncio.to_thread(Tokenizer, folder)
     rng = random.Random(_SEED)
     figures: dict[str, float] = {"seed": float(_SEED), "num_requests": float(num_requests)}
     with tempfile.TemporaryDirectory(prefix="kvroute-") as name:
-        async with _Rig(Path(name), tokenizer).running(step_s=0.0) as rig:
+        async with Rig(Path(name), tokenizer).running(step_s=0.0) as rig:
             for kind in ("short", "long"):
                 say(f"{num_rounds} times {num_requests} {kind} requests, half of them streamed")
                 figures |= await _measure_requests(rig, kind, rng, num_requests, num_rounds)
             say("short requests, one after the other")
             figures["added_latency_ms_p50"] = await _measure_latency(rig, rng)
-        async with _Rig(Path(name), tokenizer).running(step_s=_STEP_S) as rig:
+        async with Rig(Path(name), tokenizer).running(step_s=_STEP_S) as rig:
             say(f"{num_rounds} times {num_streams} streams of {num_stream_tokens} tokens, one each {_STEP_S:g} s")
             figures |= await _measure_streams(rig, rng, num_rounds, num_streams, num_stream_tokens)
     return figures
 
 
 async def _measure_requests(
-    rig: _Rig, kind: str, rng: random.Random, num_requests: int, num_rounds: int
+    rig: Rig, kind: str, rng: random.Random, num_requests: int, num_rounds: int
 ) -> dict[str, float]:
     rounds = []
     conversations = _conversations(rng) if kind == "long" else [[]]
@@ -145,7 +145,7 @@ async def _measure_requests(
         # The first round warms up, with each conversation's earlier messages among others.
         size = num_requests if number else 8 * len(conversations)
         bodies = [
-            _body(rng, conversations[index % len(conversations)], kind, is_streamed=index % 2 == 1)
+            chat_body(rng, conversations[index % len(conversations)], kind, is_streamed=index % 2 == 1)
             for index in range(size)
         ]
         done = await rig.load(bodies, _NUM_CLIENTS)
@@ -159,19 +159,19 @@ async def _measure_requests(
     }
 
 
-async def _measure_latency(rig: _Rig, rng: random.Random) -> float:
+async def _measure_latency(rig: Rig, rng: random.Random) -> float:
     """What workers that answer at once leave of a request's time, from client to client."""
-    done = await rig.load([_body(rng, [], "short", is_streamed=False, num_tokens=1) for _ in range(300)], 1)
+    done = await rig.load([chat_body(rng, [], "short", is_streamed=False, num_tokens=1) for _ in range(300)], 1)
     return 1e3 * median(done.latencies_s)
 
 
 async def _measure_streams(
-    rig: _Rig, rng: random.Random, num_rounds: int, num_streams: int, num_tokens: int
+    rig: Rig, rng: random.Random, num_rounds: int, num_streams: int, num_tokens: int
 ) -> dict[str, float]:
     rates = []
     for number in range(num_rounds + 1):
         bodies = [
-            _body(rng, [], "short", is_streamed=True, num_tokens=num_tokens if number else 10)
+            chat_body(rng, [], "short", is_streamed=True, num_tokens=num_tokens if number else 10)
             for _ in range(num_streams)
         ]
         done = await rig.load(bodies, num_streams)
@@ -195,22 +195,22 @@ class _Done:
     num_prompt_tokens: int
 
 
-class _Rig:
+class Rig:
     """A router and its front, between workers and clients of other processes."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
-        self._scheme = CacheScheme(_MODEL, 64)
+        self._scheme = CacheScheme(MODEL, 64)
         self._directory = MemoryDirectory(self._scheme, asyncio.get_running_loop().time)
         self._num_batches = 0
-        self._port = 0
+        self.port = 0
 
     @contextlib.asynccontextmanager
-    async def running(self, *, step_s: float) -> AsyncIterator[_Rig]:
+    async def running(self, *, step_s: float, engine: str = "instant") -> AsyncIterator[Rig]:
         pipe = asyncio.subprocess.PIPE
         workers = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "worker.bench_host", str(self._folder), str(_NUM_WORKERS), str(step_s)),
+            *(sys.executable, "-m", "worker.bench_host", str(self._folder), str(_NUM_WORKERS), str(step_s), engine),
             stdin=pipe,
             stdout=pipe,
         )
@@ -219,8 +219,9 @@ class _Rig:
             assert await workers.stdout.readline() == b"ready\n"
             async with self._router() as router:
                 front = self._front(router)
+                self.router, self.front = router, front
                 listener = listen("127.0.0.1", 0)
-                self._port = listener.getsockname()[1]
+                self.port = listener.getsockname()[1]
                 async with serving_http(front, [listener], front.limits):
                     # As a server does once it has started.
                     gc.collect()
@@ -246,7 +247,7 @@ class _Rig:
         path.write_bytes(b"\n".join(bodies))
         pipe = asyncio.subprocess.PIPE
         clients = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router.http_load", str(self._port), str(path), str(num_clients)),
+            *(sys.executable, "-m", "router.http_load", str(self.port), str(path), str(num_clients)),
             stdin=pipe,
             stdout=pipe,
             limit=64 << 20,
@@ -300,7 +301,7 @@ class _Rig:
             yield router
 
     def _front(self, router: Router) -> Front:
-        backend = Backend.over(router, self._tokenizer, _MODEL, MAX_MODEL_LEN_TOKENS, "cost")
+        backend = Backend.over(router, self._tokenizer, MODEL, MAX_MODEL_LEN_TOKENS, "cost")
         return Front(backend, KeyRing.of_one("", asyncio.get_running_loop().time), name="bench")
 
 
@@ -314,7 +315,7 @@ def _conversations(rng: random.Random) -> list[list[dict[str, str]]]:
     ]
 
 
-def _body(
+def chat_body(
     rng: random.Random,
     earlier: Sequence[dict[str, str]],
     kind: str,
@@ -324,7 +325,7 @@ def _body(
 ) -> bytes:
     num_new_tokens = _SHORT_TOKENS if kind == "short" else _LONG_TOKENS - _EARLIER_TOKENS
     last = {"role": "user", "content": _text(rng, num_new_tokens - 10)}
-    body = {"model": _MODEL, "messages": [*earlier, last], "max_tokens": num_tokens, "temperature": 0.0}
+    body = {"model": MODEL, "messages": [*earlier, last], "max_tokens": num_tokens, "temperature": 0.0}
     if is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return json.dumps(body).encode()

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from router import cluster, runfile
+from router.borrowed_tokenizer import fetch_from_workers, usable_tokenizer
 from router.placement import WorkerResources
 from router.plan import download_config
 from router.serving import Say, Serving, enter_router
-from router.tokenizer import Tokenizer
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import Directory, WorkerRecord
@@ -172,10 +172,11 @@ async def _enter_router(
     is_observer: bool = False,
 ) -> Serving:
     """A router that is connected to all the workers, and will be to those that join them."""
-    tokenizer = await asyncio.to_thread(Tokenizer, model_folder, rng=random.Random(settings.seed))
     scheme = _scheme(settings)
     secret = bytes.fromhex(run.secret)
     router_id = RouterId(f"router-{secrets.token_hex(4)}")
+    fetch = fetch_from_workers(router_id, secret)
+    tokenizer = await usable_tokenizer(model_folder, infos, fetch, random.Random(settings.seed))
     # Drawing what must not be guessed is the system's business; everything else follows from the seed.
     rng = random.Random(settings.seed)
 
@@ -263,8 +264,8 @@ def actor_name(worker: WorkerId) -> str:
 
 
 def check_resources(settings: Settings) -> None:
-    """Raises `ConfigError` where a Ray of ours has no room for so many workers: one of somebody else may grow, on demand
-    or since it is just starting.
+    """Raises `ConfigError` where a Ray of ours has no room for so many workers: one of somebody else may still
+    grow.
     """
     if not settings.ray_address:
         cluster.check_resources(settings.workers, _resources(settings))

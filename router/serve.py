@@ -61,7 +61,7 @@ async def run_serve(
         if num_routers > 1:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-")))
             place = Place(folder, 0, num_routers)
-            told = telling_siblings(stack.enter_context(place.listen()), words_of(serving.router))
+            told = telling_siblings(stack.enter_context(place.listen()), words_of(serving))
             await stack.enter_async_context(told)
             orders = [_order(serving, port, folder, number, num_routers) for number in range(1, num_routers)]
             siblings = await stack.enter_async_context(Siblings(orders, settings.drain_timeout_s, say))

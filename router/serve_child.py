@@ -39,7 +39,7 @@ async def serve(order: dict[str, Any]) -> None:
         front = make_front(serving, entries, files=files, place=place)
         with listen(settings.host, order["port"], is_shared=True) as shared, place.listen() as own:
             async with (
-                telling_siblings(own, words_of(serving.router)),
+                telling_siblings(own, words_of(serving)),
                 serving_http(front, [shared], front.limits),
             ):
                 set_apart_what_stays()

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from router.batch_book import BatchBook
+from router.borrowed_tokenizer import tokenizer_flags
 from router.dashboard import dashboard_app
 from router.explain import explain_prompt, read_body
 from router.http_call import App
 from router.joined_view import SHARE, SHARE_WITH_HISTORY, encoded, own_share, take_joined
 from router.keys import Caller, KeyRing
 from router.overview import BatchJob, Overview, Viewpoint
-from router.service import Router
 from router.serving import Serving
 from router.sibling_metrics import METRICS
 from router.sibling_words import Place
@@ -34,7 +34,7 @@ def dashboard_of(
     async def jobs() -> Sequence[BatchJob]:
         return [] if book is None else await asyncio.to_thread(newest_jobs, book)
 
-    viewpoint = Viewpoint(serving.router, jobs)
+    viewpoint = Viewpoint(serving.router, jobs, [lambda: tokenizer_flags(serving.tokenizer)])
 
     async def take(with_history: bool) -> Overview:
         if place is None:
@@ -49,12 +49,12 @@ def dashboard_of(
     return dashboard_app(take, explained, is_ending=is_ending)
 
 
-def words_of(router: Router) -> Mapping[str, Callable[[], Awaitable[bytes]]]:
+def words_of(serving: Serving) -> Mapping[str, Callable[[], Awaitable[bytes]]]:
     """What a process tells its siblings, by name."""
-    viewpoint = Viewpoint(router)
+    viewpoint = Viewpoint(serving.router, flags=[lambda: tokenizer_flags(serving.tokenizer)])
 
     async def metrics() -> bytes:
-        return router.render_metrics()
+        return serving.router.render_metrics()
 
     async def share() -> bytes:
         return encoded(await own_share(viewpoint, with_history=False))

@@ -58,10 +58,11 @@ class Tokenizer:
     Gives the same ids whatever it was asked before: only how long it takes depends on which texts it has seen.
     """
 
-    def __init__(self, folder: Path, *, rng: random.Random | None = None) -> None:
+    def __init__(self, folder: Path, *, rng: random.Random | None = None, why_borrowed: str = "") -> None:
         """Read the tokenizer of a model folder. Never goes to the network; takes seconds, for its imports.
 
-        `rng` draws the prompts whose ids are compared; none are without it.
+        `rng` draws the prompts whose ids are compared; none are without it. `why_borrowed` says what is wrong with the
+        router's own, where this is a worker's.
 
         Raises:
             ConfigError: the folder has no usable tokenizer.
@@ -90,6 +91,7 @@ class Tokenizer:
         self.fingerprint = tokenizer_fingerprint(folder)
         """Equal for equal tokenizer and template files; see `shared.hashing.tokenizer_fingerprint`."""
         self._around = self._special_tokens_around(folder)
+        self.why_borrowed = why_borrowed
         self._rng = rng
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenise")
         self.segments = Segments(self._encode_all, self._proven_cuts())
@@ -215,6 +217,11 @@ class Tokenizer:
     def expose(self, readings: Readings) -> None:
         """Have what is counted here told as metrics."""
         self.segments.expose(readings)
+        readings.add_gauge(
+            "kvroute_tokenizer_borrowed",
+            "1 where the router has no tokenizer of its own that it can use, and works with a copy of a worker's.",
+            lambda: bool(self.why_borrowed),
+        )
 
     def _tokens_of_text(
         self,

@@ -235,8 +235,30 @@ class ResidentKeys:
     """16 bytes each, end to end."""
 
 
+@dataclass(frozen=True, slots=True)
+class AskTokenizer:
+    """Router to worker: send the files of the model's tokenizer."""
+
+    number: int
+    """Stands in all parts of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """Worker to router: one of these files."""
+
+    number: int
+    name: str
+    content: bytes
+    num_left: int
+    """Files that follow."""
+    fault: Fault | None = None
+    """Why there are none."""
+
+
 _KINDS: tuple[type[Any], ...] = (
     Challenge, Hello, Welcome, Refused, Submit, Cancel, Ack, Frame, Inspect, Inspection, ResidentKeys,
+    AskTokenizer, TokenizerFile,
 )  # fmt: skip
 """A kind is a place in here: new ones come last."""
 _KIND_OF = {message_type: kind for kind, message_type in enumerate(_KINDS)}

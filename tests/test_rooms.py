@@ -32,6 +32,7 @@ MAY_ALSO_IMPORT = {
     "router/simulation.py": {"worker"},  # the other composition root: a whole fleet in one process and in virtual time
     "router/calibrate.py": {"worker"},  # joins the demo's prompts and the engine that they are timed on
     "router/http_bench.py": {"worker"},  # a router is measured between workers that answer at once
+    "router/streams_bench.py": {"worker"},  # likewise, between workers that take their time
     "router/bench.py": {"worker"},  # names every benchmark; each lives in the room that it measures
 }
 

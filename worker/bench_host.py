@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
 
-from shared.types import FinishReason, Instance, RequestId, WorkerId
+from shared.types import CacheScheme, FinishReason, Instance, RequestId, WorkerId
 from worker.engines.base import Engine, EngineDelta, EngineInfo, EngineRequest, EngineStats, StepFit
+from worker.engines.profiles import LatencyProfile
+from worker.engines.simulator import SimulatorEngine
+from worker.engines.simulator_options import SimulatorOptions
 from worker.host import WorkerHost
 
 INSTANCE = Instance("0" * 32)
@@ -60,12 +63,34 @@ def address_of(folder: Path, worker: WorkerId) -> str:
     return f"unix:{folder / worker}"
 
 
-async def serve(folder: Path, num_workers: int, step_s: float) -> None:
+class WordySimulator(SimulatorEngine):
+    """A simulated engine that answers with whole words, so that each token is a piece of text."""
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        async for delta in super().generate(request):
+            token_ids = tuple([_FIRST_TOKEN + token_id % _NUM_TOKENS for token_id in delta.token_ids])
+            yield EngineDelta(token_ids, delta.finish, delta.cached_tokens)
+
+
+def _simulated(step_s: float) -> WordySimulator:
+    """One whose steps take the same time, whatever is in them."""
+    options = SimulatorOptions(
+        LatencyProfile("steady", step_s, 1e-6, 0.0, 0.0, 0.0),
+        CacheScheme("bench", 64),
+        num_blocks=8192,
+        max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
+        vocabulary_size=1 << 17,
+    )
+    return WordySimulator(options, lambda change: None, lambda reason: None)
+
+
+async def serve(folder: Path, num_workers: int, step_s: float, name: str) -> None:
     """Serve until standard input ends."""
     loop = asyncio.get_running_loop()
     for number in range(num_workers):
         # Of the engine protocol it has what a host without pins or audits asks for.
-        engine = InstantEngine(step_s)
+        engine = InstantEngine(step_s) if name == "instant" else _simulated(step_s)
         worker = WorkerId(f"w{number}")
         host = WorkerHost(cast(Engine, engine), await engine.start(), worker=worker, instance=INSTANCE, secret=SECRET)
         await host.listen(address_of(folder, worker))
@@ -79,8 +104,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("num_workers", type=int)
     parser.add_argument("step_s", type=float)
+    parser.add_argument("engine", choices=["instant", "simulator"])
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.folder, arguments.num_workers, arguments.step_s))
+    asyncio.run(serve(arguments.folder, arguments.num_workers, arguments.step_s, arguments.engine))
 
 
 if __name__ == "__main__":

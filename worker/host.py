@@ -6,10 +6,12 @@ It owns the routers' sessions and connections. It never looks into the engine's 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from shared.errors import (
     ConfigError,
@@ -21,13 +23,14 @@ from shared.errors import (
     WorkerLeft,
     WorkerLost,
 )
-from shared.messages import Ack, Cancel, Inspect, Refused, Submit, decode
+from shared.messages import Ack, AskTokenizer, Cancel, Inspect, Refused, Submit, TokenizerFile, decode, encode
 from shared.transport.base import Channel, Timings
 from shared.transport.channel import SilenceGuard, local_pair
 from shared.transport.faults import fault_of
 from shared.transport.handshake import Greeting, receive_hello, refuse, send_welcome
 from shared.transport.listener import Listener
 from shared.transport.session import MAX_UNACKNOWLEDGED_BYTES, Session
+from shared.transport.tokenizer_files import read_tokenizer, send_tokenizer
 from shared.types import Instance, RouterId, WorkerId, WorkerStatus
 from worker.announcement import status_of
 from worker.engines.base import Engine, EngineInfo
@@ -86,7 +89,9 @@ class WorkerHost:
         timings: Timings | None = None,
         count_resident_blocks: Callable[[], int] | None = None,
         inspector: Inspector | None = None,
+        model_folder: Path | None = None,
     ) -> None:
+        """`model_folder` has the tokenizer for routers that lack it."""
         if not secret:
             raise ConfigError("the shared secret is empty")
         self.counts = HostCounts()
@@ -99,6 +104,7 @@ class WorkerHost:
         self._timings = timings or Timings()
         self._count_resident_blocks = count_resident_blocks
         self._inspector = inspector
+        self._model_folder = model_folder
         self._requests = EngineRequests(engine, engine_info.max_model_len_tokens)
         self._sessions: dict[SessionKey, Session] = {}
         self._expiries: dict[SessionKey, asyncio.TimerHandle] = {}
@@ -171,10 +177,13 @@ class WorkerHost:
         """Wait until the host has ended, for whatever reason it does."""
         await self._ended.wait()
 
-    def status(self) -> WorkerStatus:
-        """The load now."""
+    def status(self) -> WorkerStatus | None:
+        """The load now; `None` while the engine is out of touch, so that routers take the worker for silent."""
+        stats = self._engine.stats()
+        if not stats.is_in_touch:
+            return None
         return status_of(
-            self._engine.stats(),
+            stats,
             self._engine_info,
             num_unended=self._requests.num_unended,
             queued_prefill_tokens=self._requests.queued_prefill_tokens,
@@ -260,6 +269,8 @@ class WorkerHost:
                     self._requests.cancel(session, (message.request, message.attempt))
                 elif isinstance(message, Inspect):
                     inspections.start(message)
+                elif isinstance(message, AskTokenizer):
+                    await self._send_tokenizer(channel, message)
                 elif isinstance(message, Refused):
                     self._drop(key)
                     return
@@ -279,6 +290,17 @@ class WorkerHost:
             if session.detach(channel) and self._sessions.get(key) is session:
                 loop = asyncio.get_running_loop()
                 self._expiries[key] = loop.call_later(self._timings.resume_s, self._expire, key)
+
+    async def _send_tokenizer(self, channel: Channel, asked: AskTokenizer) -> None:
+        found: dict[str, bytes] = {}
+        if self._model_folder is not None:
+            with contextlib.suppress(OSError):
+                found = await asyncio.to_thread(read_tokenizer, self._model_folder)
+        if found:
+            await send_tokenizer(channel, asked, found)
+        else:
+            fault = fault_of(EngineError("this worker has no files of a tokenizer"))
+            await channel.send(encode(TokenizerFile(asked.number, "", b"", 0, fault)))
 
     def _sender_ended(self, key: SessionKey, session: Session, task: asyncio.Task[None]) -> None:
         """A session that cannot send keeps its router waiting for ever: end it, so that its requests fail over."""

@@ -147,6 +147,7 @@ class Worker:
             secret=options.secret,
             count_resident_blocks=self._count_resident_blocks,
             inspector=PoolInspector(engine, lambda: self._publisher, audits),
+            model_folder=folder,
         )
         self._exit.push_async_callback(host.close)
         info = announced(

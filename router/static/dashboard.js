@@ -163,7 +163,7 @@ function showCharts() {
     }));
     const highest = Math.max(1e-6, ...lines.flatMap((line) => line.y.filter((y) => y != null)));
     Plotly.react(`plot-${chart.id}`, lines, {
-      margin: { l: 46, r: 6, t: 8, b: 26 }, showlegend: false, hovermode: "x unified", dragmode: false,
+      margin: { l: 46, r: 18, t: 8, b: 26 }, showlegend: false, hovermode: "x unified", dragmode: false,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: style.fontFamily || "system-ui", size: 11, color: muted },
       hoverlabel: { bgcolor: colour("panel"), bordercolor: grid, font: { color: colour("text") } },

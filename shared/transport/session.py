@@ -39,7 +39,7 @@ class Session:
         self,
         router: RouterId,
         instance: Instance,
-        read_status: Callable[[], WorkerStatus],
+        read_status: Callable[[], WorkerStatus | None],
         timings: Timings,
         max_unacknowledged_bytes: int = MAX_UNACKNOWLEDGED_BYTES,
     ) -> None:

@@ -93,13 +93,41 @@ async def test_decision_opens_by_keyboard_and_stays_open_while_others_come() -> 
         assert await page.locator(f"{decision} .detail tbody tr").count() == 3
         assert "chosen" in await page.inner_text(f"{decision} .detail tbody tr:first-child")
         await page.wait_for_function(
-            "key => Number(document.querySelector('#decisions details').dataset.key) > Number(key) + 25", arg=key
+            "key => Number(document.querySelector('#decisions details').dataset.key.split('/')[1])"
+            " > Number(key.split('/')[1]) + 25",
+            arg=key,
         )
         assert await page.is_visible(f"{decision} .detail")
         await page.click("#hold")
         assert await page.get_attribute("#hold", "aria-pressed") == "true"
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         await page.screenshot(path=SCREENSHOTS / "1280-light.png", full_page=True)
+        assert seen.complaints == []
+
+
+async def test_page_of_two_routers_shows_each_and_all_else_of_both() -> None:
+    async with (
+        rig(3, num_routers=2, rate_per_s=8.0) as running,
+        opened(running, width=1280, scheme="dark") as (page, seen),
+    ):
+        await page.wait_for_function(
+            "() => new Set([...document.querySelectorAll('#decisions details')]"
+            ".map(decision => decision.dataset.key.split('/')[0])).size === 2"
+        )
+        rows = page.locator("#routers tbody tr")
+        assert [await rows.nth(number).locator(".name").inner_text() for number in (0, 1)] == ["router-0", "router-1"]
+        # One moment of the page: its figures go on.
+        ended = await page.evaluate(
+            "() => [...document.querySelectorAll('#routers tbody tr td:nth-child(9)'),"
+            " document.querySelector('#tiles .tile .more')].map(cell => parseInt(cell.textContent.replace(',', '')))"
+        )
+        assert ended[0] + ended[1] == ended[2]
+        assert "2 routers" in await page.inner_text("#about")
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        await page.screenshot(path=SCREENSHOTS / "1280-dark-routers.png", full_page=True)
+        await page.set_viewport_size({"width": 360, "height": 900})
+        assert await page.evaluate("document.documentElement.scrollWidth") == 360
+        await page.screenshot(path=SCREENSHOTS / "360-dark-routers.png", full_page=True)
         assert seen.complaints == []
 
 

@@ -297,6 +297,16 @@ async def test_a_server_that_hangs_is_lost_after_some_looks_and_its_requests_fai
         server.is_hanging = False
 
 
+async def test_a_server_that_hangs_is_out_of_touch_until_it_answers_again():
+    async with attached() as (server, engine):
+        await until(lambda: engine.engine.stats().is_in_touch)
+        server.is_hanging = True
+        await until(lambda: not engine.engine.stats().is_in_touch)
+        server.is_hanging = False
+        await until(lambda: engine.engine.stats().is_in_touch)
+        assert engine.deaths == []
+
+
 async def test_load_of_others_is_told_apart():
     async with attached(poll_s=0.01) as (server, engine):
         server.num_foreign_running = 5

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import uvicorn
 
 from router.dashboard import dashboard_app
-from router.overview import BatchJob, Viewpoint
+from router.joined_view import joined, own_share
+from router.overview import BatchJob, Overview, Viewpoint
 from router.policies import make_policy
 from router.requests import GenerateRequest, RequestTrace
 from router.service import Router
@@ -61,11 +62,11 @@ class _Server(uvicorn.Server):
 
 @dataclass(slots=True)
 class Rig:
-    """Simulated workers behind real hosts, one router, one dashboard."""
+    """Simulated workers behind real hosts, routers, one dashboard."""
 
     store: MemoryStore
     worker_to_slot: dict[WorkerId, _Slot] = field(default_factory=dict)
-    router: Router | None = None
+    routers: list[Router] = field(default_factory=list)
     url: str = ""
     server: uvicorn.Server | None = None
     num_started: int = 0
@@ -148,7 +149,7 @@ class Rig:
                 group.create_task(self._ask(prompt, rng.randrange(20, 120)))
 
     async def _ask(self, token_ids: list[int], num_tokens: int) -> None:
-        assert self.router is not None
+        assert self.routers
         self.num_requests += 1
         request = GenerateRequest(
             RequestId(f"chatcmpl-{self.num_requests:06d}"),
@@ -156,54 +157,61 @@ class Rig:
             Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
         )
         with contextlib.suppress(KvrouteError):
-            async for _ in self.router.generate(request, RequestTrace()):
+            async for _ in self.routers[self.num_requests % len(self.routers)].generate(request, RequestTrace()):
                 pass
 
 
 @contextlib.asynccontextmanager
-async def rig(num_workers: int = 4, *, port: int = 0, rate_per_s: float = 8.0, seed: int = 1) -> AsyncIterator[Rig]:
+async def rig(
+    num_workers: int = 4, *, num_routers: int = 1, port: int = 0, rate_per_s: float = 8.0, seed: int = 1
+) -> AsyncIterator[Rig]:
     """A running rig; everything of it ends with the block."""
     rng = random.Random(seed)
     store = MemoryStore(SCHEME, asyncio.get_running_loop().time)
     built = Rig(store)
-    directory = MirroredDirectory(store, MemoryFeed(store, rng=random.Random(seed), longest_delay_s=0.002))
-    directory.start()
 
-    def connect(record: WorkerRecord, on_change: OnChange) -> WorkerClient:
-        async def open_channel() -> Channel:
-            slot = built.worker_to_slot.get(record.info.worker)
-            if slot is None:
-                raise ConnectionRefusedError("the worker is gone")
-            return await slot.host.open_local()
+    def make_router(number: int) -> Router:
+        name = RouterId(f"router-{number}")
+        feed = MemoryFeed(store, rng=random.Random(f"{seed}:{number}"), longest_delay_s=0.002)
+        directory = MirroredDirectory(store, feed)
+        directory.start()
 
-        return ChannelClient(
-            record.info.worker,
-            record.info.instance,
-            RouterId("router-0"),
-            _SECRET,
-            open_channel,
+        def connect(record: WorkerRecord, on_change: OnChange) -> WorkerClient:
+            async def open_channel() -> Channel:
+                slot = built.worker_to_slot.get(record.info.worker)
+                if slot is None:
+                    raise ConnectionRefusedError("the worker is gone")
+                return await slot.host.open_local()
+
+            info = record.info
+            return ChannelClient(info.worker, info.instance, name, _SECRET, open_channel, rng=rng, on_change=on_change)
+
+        return Router(
+            name,
+            directory,
+            connect,
+            make_policy("cost"),
+            scheme=SCHEME,
+            parity_key=PARITY_KEY,
+            metrics=Metrics(),
             rng=rng,
-            on_change=on_change,
+            refresh_s=0.2,
         )
 
     async with contextlib.AsyncExitStack() as stack:
         for number in range(num_workers):
             await built.start_worker(f"w{number}")
-        built.router = await stack.enter_async_context(
-            Router(
-                RouterId("router-0"),
-                directory,
-                connect,
-                make_policy("cost"),
-                scheme=SCHEME,
-                parity_key=PARITY_KEY,
-                metrics=Metrics(),
-                rng=rng,
-                refresh_s=0.2,
-            )
-        )
-        viewpoint = Viewpoint(built.router, built.jobs)
-        app = dashboard_app(lambda with_history: viewpoint.take(with_history=with_history))
+        for number in range(num_routers):
+            built.routers.append(await stack.enter_async_context(make_router(number)))
+        viewpoints = [Viewpoint(router, built.jobs) for router in built.routers]
+
+        async def take(with_history: bool) -> Overview:
+            if num_routers == 1:
+                return await viewpoints[0].take(with_history=with_history)
+            shares = [await own_share(viewpoint, with_history=with_history) for viewpoint in viewpoints]
+            return joined(shares, built.routers[0].watch.rates)
+
+        app = dashboard_app(take)
         listening = socket.create_server(("127.0.0.1", port))
         server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         serving = asyncio.create_task(server.serve([listening]))
@@ -220,8 +228,8 @@ async def rig(num_workers: int = 4, *, port: int = 0, rate_per_s: float = 8.0, s
         await built.stop_worker(name)
 
 
-async def _main(port: int) -> None:
-    async with rig(port=port) as running:
+async def _main(port: int, num_routers: int) -> None:
+    async with rig(port=port, num_routers=num_routers) as running:
         sys.stdout.write(f"{running.url}\n")
         sys.stdout.flush()
         while True:
@@ -234,5 +242,7 @@ async def _main(port: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--routers", type=int, default=1)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_main(parser.parse_args().port))
+        arguments = parser.parse_args()
+        asyncio.run(_main(arguments.port, arguments.routers))

@@ -113,6 +113,7 @@ class FakeEngine:
         self.num_pins_cancelled = 0
         """Pins that were being computed when somebody cancelled them."""
         self.is_cache_aware = True  # for tests to set
+        self.is_in_touch = True  # likewise
         self._num_running = 0
         self._num_prefilled_tokens = 0
         """Of prefills that are over."""
@@ -183,6 +184,7 @@ class FakeEngine:
             kv_used_blocks=sum(live.num_blocks for live in self._live.values()) + len(self._pinned()),
             step_fit=StepFit(self.token_s, self.prefill_s_per_token, self.decode_s_per_seq),
             is_cache_aware=self.is_cache_aware,
+            is_in_touch=self.is_in_touch,
         )
 
     async def resident(self) -> set[BlockKey]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router import decision_bench, http_bench, tokenise_bench
+from router import decision_bench, http_bench, streams_bench, tokenise_bench
 from router.bench import figures_text
 from router.cli import main
 from shared.directory import bench as directory_bench
@@ -75,6 +75,30 @@ async def test_http_gives_every_figure_with_its_spread(monkeypatch: pytest.Monke
     assert (figures["seed"], figures["num_requests"], figures["num_streams"]) == (0, 8, 2)
     assert all(figures[name] > 0 for name in figures if name != "seed")
     assert figures["prompt_tokens_long"] > figures["prompt_tokens_short"]
+    assert len(said) == 4
+
+
+@pytest.mark.slow
+async def test_streams_gives_every_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(streams_bench, "prepare_model", lambda name, folder: write_model_folder(tmp_path / "model"))
+    said: list[str] = []
+    figures = await streams_bench.measure(said.append, num_streams=3, length_s=0.2, step_s=0.02)
+    assert set(figures) == {
+        *("seed", "num_streams", "length_s", "step_s", "num_failed", "num_chunks", "load_average"),
+        *(f"chunk_late_ms_{share}" for share in ("p50", "p99", "max")),
+        *("tokens_per_s_per_stream_p50", "tokens_per_s_per_stream_min"),
+        *(
+            "workers_and_clients_cpu_share",
+            "router_cpu_share",
+            "router_cpu_us_per_chunk",
+            "router_memory_mb",
+            "router_memory_kb_per_stream",
+        ),
+        *(f"freed_ms_{when}_token" for when in ("before_first", "at_first", "after_first")),
+    }
+    assert figures["num_failed"] == 0
+    assert 3 <= figures["num_chunks"] <= 3 * 12
+    assert figures["chunk_late_ms_p50"] <= figures["chunk_late_ms_p99"] <= figures["chunk_late_ms_max"]
     assert len(said) == 4
 
 

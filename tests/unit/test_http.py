@@ -246,6 +246,13 @@ WRONG_BODIES: list[tuple[str, Any, int, str, str | None]] = [
     (CHAT, b'{"model": "\\ud800"}', 400, "invalid_value", None),
     (CHAT, b'{"a":' * 100_000, 400, "invalid_value", None),
     (CHAT, b"[" * 1_000_000, 400, "invalid_value", None),
+    (CHAT, b'{"model": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}", 400, "invalid_value", None),
+    (CHAT, b'{"model": "m", "messages": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "invalid_value", "messages[0]"),
+    (CHAT, b'{"model": "m", "max_tokens": 1' + b"0" * 100_000 + b"}", 400, "invalid_value", None),
+    (CHAT, chat(n=10**9), 400, "invalid_value", "n"),
+    (COMPLETIONS, completion(["a"] * 1000, n=128), 400, "invalid_value", "n"),
+    (COMPLETIONS, completion(["a"] * 100_000), 400, "invalid_value", "prompt"),
+    (CHAT, {**chat(), **{f"field{number}": 1 for number in range(10_000)}}, 400, "invalid_value", "field0"),
 ]  # fmt: skip
 
 

@@ -129,6 +129,26 @@ async def test_broken_and_hostile_senders_get_an_answer_and_lose_the_connection(
     assert front.num_under_way == 0
 
 
+@pytest.mark.parametrize("beginning", [b"GET /version HTTP/1.1\r\nx: ", post(b"", length=900)], ids=["headers", "body"])
+async def test_sender_that_trickles_is_given_up_however_steady(tokenizer: Tokenizer, beginning: bytes) -> None:
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, limits=QUICK)
+
+    async def trickle(writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"a")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    async with listening(front) as url, connected(url) as (reader, writer):
+        writer.write(beginning)
+        trickling = asyncio.create_task(trickle(writer))
+        raw = await reader.readuntil(b"\r\n\r\n")
+        trickling.cancel()
+    assert raw.startswith(b"HTTP/1.1 408")
+    assert front.num_under_way == 0
+
+
 async def test_request_after_a_refused_one_finds_a_server_that_works(tokenizer: Tokenizer) -> None:
     front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, limits=QUICK)
     async with listening(front) as url:

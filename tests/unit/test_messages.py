@@ -13,6 +13,7 @@ from shared.errors import ProtocolError
 from shared.hashing import pack_tokens
 from shared.messages import (
     Ack,
+    AskTokenizer,
     Cancel,
     Challenge,
     Delta,
@@ -26,6 +27,7 @@ from shared.messages import (
     ResidentKeys,
     RichDelta,
     Submit,
+    TokenizerFile,
     TokenLogprobs,
     ToolCallPart,
     Welcome,
@@ -120,6 +122,8 @@ EVERY_MESSAGE = [
     INSPECTION,
     Inspection(1, 0, Epoch(""), 0, 0, 0, 0, is_quiet=False, fault=Fault("engine_error", "dead", 1.5)),
     ResidentKeys(2, b"k" * 48),
+    AskTokenizer(3),
+    TokenizerFile(3, "config.json", b"{}", 2, Fault("engine_error", "none")),
 ]
 INFO = WorkerInfo(
     WorkerId("w1"), INSTANCE, "unix:/x", CacheScheme("org/model", 64), b"parity", 10, 8, 4096, "none 1.0", "lru"
@@ -160,6 +164,13 @@ def test_golden_rich_frame() -> None:
         "c09299a2723201009105c040c09193cbbfe000000000000092050692cbbfe0000000000000cbbff40000000000009099a272"
         "330100920809aa746f6f6c5f63616c6c73c0c0909293a163a1729093a0a0919400a27b7da26964a166"
     )
+
+
+def test_golden_tokenizer_files() -> None:
+    assert [encode(message).hex() for message in (AskTokenizer(2), TokenizerFile(2, "a", b"k", 0))] == [
+        "920b02",
+        "960c02a161c4016b00c0",
+    ]
 
 
 def test_golden_inspection() -> None:
@@ -221,7 +232,7 @@ def test_whole_numbers_are_taken_for_floats_and_not_the_other_way_round() -> Non
         (msgpack.packb([8]), r"Inspect: 0 fields, and at least 1 are needed"),
         (msgpack.packb([8, 1, 1]), r"Inspect\.is_repair: int instead of bool"),
         (msgpack.packb([10, 1, "keys"]), r"ResidentKeys\.keys: str instead of bytes"),
-        (msgpack.packb([11, 1]), "not a message"),
+        (msgpack.packb([99, 1]), "not a message"),
         (with_field(INSPECTION, 2, "3"), r"Inspection\.num_resident: str instead of int"),
         (with_field(INSPECTION, 8, 1), r"Inspection\.is_quiet: int instead of bool"),
         (with_field(INSPECTION, 11, "dead"), r"Inspection\.fault: str instead of list"),

@@ -95,6 +95,44 @@ async def test_prompt_is_explained_with_the_blocks_of_its_tenant_alone(tmp_path:
         await server.stop()
 
 
+async def test_tenant_learns_nothing_of_anothers_prompts(tmp_path: Path) -> None:
+    server = await FakeVllm(FakeOptions()).start()
+    try:
+        settings = Settings(attach=(server.attach,), tokenizer=str(write_model_folder(tmp_path)))
+        entries = [KeyEntry(name="search", key="k" * 32), KeyEntry(name="chat", key="c" * 32)]
+        text = "The merger with Umbrella is to be told on Monday at nine. " * 4
+        async with attached_router(await find_servers(settings, nobody), nobody) as serving:
+            front = make_front(serving, entries)
+            body = {"model": "tiny", "prompt": text, "max_tokens": 4, "temperature": 0}
+
+            async def guess() -> tuple[object, ...]:
+                """All that an answer tells, but for what differs between any two."""
+                answered = await ask(front, "/v1/completions", body, headers=bearer("c" * 32))
+                headers = dict(answered.headers)
+                del headers["x-request-id"], headers["x-kvroute-queue-ms"], headers["content-length"]
+                told = answered.json
+                del told["id"], told["created"]
+                return answered.status, headers, told
+
+            # A salt of its own for each guess: what the guesser has asked itself is no news.
+            body["cache_salt"] = "first"
+            before = await guess()
+            mine = {**body, "cache_salt": "second"}
+            assert (await ask(front, "/v1/completions", mine, headers=bearer("k" * 32))).status == 200
+            assert (await ask(front, "/v1/completions", mine, headers=bearer("k" * 32))).json["usage"][
+                "prompt_tokens_details"
+            ]["cached_tokens"] > 0
+            body["cache_salt"] = "second"
+            assert await guess() == before
+            for path in ("/metrics", "/dashboard", "/dashboard/snapshot.json", "/dashboard/events"):
+                refused = await ask(front, path, headers=bearer("c" * 32))
+                assert refused.error == (403, "permission_denied", None)
+            listed = [await ask(front, path, headers=bearer("c" * 32)) for path in ("/ready", "/v1/models", "/version")]
+            assert not any(b"search" in answered.body for answered in listed)
+    finally:
+        await server.stop()
+
+
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 

@@ -101,6 +101,25 @@ def test_an_answer_that_may_continue_leaves_a_worker_that_stays_silent_and_anoth
     run_virtual(scenario())
 
 
+def test_a_worker_whose_engine_is_out_of_touch_is_silent_and_what_waits_there_moves() -> None:
+    async def scenario() -> None:
+        async with lines_to(2, **SLOW) as lines:
+            asking = asyncio.create_task(read(lines.router, SEEDED))
+            await when(lambda: any(slot.engine.num_live for slot in lines.workers.worker_to_slot.values()))
+            hanging = lines.busy()
+            lines.workers.worker_to_slot[hanging].engine.is_in_touch = False
+            began_at_s = asyncio.get_running_loop().time()
+            await when(lambda: lines.router.fleet.state_to_count()["silent"] == 1)
+            assert 0.9 * PULSE_S <= asyncio.get_running_loop().time() - began_at_s <= PULSE_S + 0.01
+            told = await asking
+            assert (told.token_ids, told.finishes, told.error) == (WHOLE, [FinishReason.LENGTH], None)
+            assert (told.trace.failed_workers, told.trace.num_attempts) == ([hanging], 2)
+            lines.workers.worker_to_slot[hanging].engine.is_in_touch = True
+            await when(lambda: lines.router.fleet.state_to_count()["ready"] == 2)
+
+    run_virtual(scenario())
+
+
 def test_a_time_in_which_the_process_itself_stood_still_is_one_silence_at_most() -> None:
     async def scenario() -> list[int]:
         loop = asyncio.get_running_loop()

@@ -18,6 +18,7 @@ import aiohttp
 from shared.errors import ConfigError, EngineError, InvalidRequest, KvrouteError, PinRefused, UnknownPin
 from shared.types import BlockKey, FinishReason, RequestId
 from worker.engines.attached_answers import CompletionStream, ServedModels, ServerMetrics, completion_body
+from worker.engines.attached_beat import Beat
 from worker.engines.attached_events import AttachedEvents
 from worker.engines.attached_http import ServerClient, ServerGone
 from worker.engines.attached_options import AttachedOptions
@@ -72,6 +73,7 @@ class AttachedEngine:
         self._client = ServerClient(options.server, timeout_s=options.timeout_s)
         self._events: AttachedEvents | None = None
         self._steps: StreamSteps | None = None
+        self._beat: Beat | None = None
         self._poll: asyncio.Task[None] | None = None
         self._look = asyncio.Event()
         """Set to have the server looked at now."""
@@ -129,6 +131,7 @@ class AttachedEngine:
         else:
             logger.warning("%s publishes no KV events: only hints tell what it holds", server.worker)
         self._num_blocks = self._count_blocks()
+        self._beat = Beat(self._client.is_healthy)
         self._poll = asyncio.create_task(self._watch(), name=f"attached-{server.worker}")
         version = await self._client.version()
         return EngineInfo(
@@ -208,6 +211,7 @@ class AttachedEngine:
             kv_used_blocks=self._kv_used_blocks(),
             step_fit=self._steps.fit(),
             is_cache_aware=self._events is None or self._events.is_cache_aware,
+            is_in_touch=self._beat is not None and self._beat.is_in_touch,
             num_foreign=self._num_foreign,
         )
 
@@ -238,6 +242,8 @@ class AttachedEngine:
 
     async def close(self) -> None:
         self._is_closed = True
+        if self._beat is not None:
+            await self._beat.stop()
         if self._poll is not None:
             self._poll.cancel()
             await asyncio.gather(self._poll, return_exceptions=True)
@@ -310,6 +316,8 @@ class AttachedEngine:
 
     def _note_tokens(self, request: EngineRequest, token_ids: list[int]) -> None:
         assert self._steps is not None
+        assert self._beat is not None
+        self._beat.heard()
         if self._steps.is_waiting(request.request):
             self._num_prefilled_tokens += len(request.token_ids)
         self._steps.told(request.request, len(token_ids))

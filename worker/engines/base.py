@@ -116,6 +116,8 @@ class EngineStats:
     step_fit: StepFit
     is_cache_aware: bool = True
     """False once the cache has turned out not to be what the block keys say: no block is told of any more."""
+    is_in_touch: bool = True
+    """Whether the engine was heard of lately. While it was not, its worker keeps silent, as one that hangs."""
     num_foreign: int = 0
     """Requests under way on the engine that are not its worker's, and in none of the other counts."""
     pool: PoolUse | None = None
