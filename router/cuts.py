@@ -35,13 +35,13 @@ _MAX_SPACES = 256
 _SPACE_MARK = "\u2581"
 _BYTE_LEVEL_SPACE = "\u0120"
 
-_LLAMA_3_PATTERN = (
+LLAMA_3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN_2_PATTERN = _LLAMA_3_PATTERN.replace("{1,3}", "")
-_GPT_2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_WORD_PATTERNS = frozenset({_GPT_2_PATTERN, _LLAMA_3_PATTERN, _QWEN_2_PATTERN})
+QWEN_2_PATTERN = LLAMA_3_PATTERN.replace("{1,3}", "")
+GPT_2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORD_PATTERNS = frozenset({GPT_2_PATTERN, LLAMA_3_PATTERN, QWEN_2_PATTERN})
 """Pre-tokenising patterns no alternative of which matches across a space between two letters or digits, or looks behind
 itself, or decides otherwise where the text ends before that space."""
 
@@ -130,25 +130,16 @@ def find_cuts(raw: RawTokenizer, wanted_marks: Iterable[str]) -> Cuts:
     return Cuts(
         re.compile("|".join(re.escape(content) for content in sorted(fit, key=len, reverse=True))) if fit else None,
         is_cut_between_words=word_doubt is None,
-        drops_space=any(part["type"] == "Prepend" for part in _parts(told["normalizer"], "normalizers")),
+        drops_space=any(part["type"] == "Prepend" for part in parts_of(told["normalizer"], "normalizers")),
         doubts=tuple(doubts),
     )
 
 
 def disproof(cuts: Cuts, raw: RawTokenizer, encode_all: EncodeAll, rng: random.Random) -> str | None:
     """A text whose pieces have other ids than the whole, or None if none of many random ones is such a text."""
-    added = [token.content for token in raw.get_added_tokens_decoder().values()]
-    marks = [content for content in added if cuts.marks is not None and cuts.marks.fullmatch(content)]
-    special = [*marks, *rng.sample(added, min(len(added), 32))]
-    num_ids = raw.get_vocab_size()
-    fragments = [*_PROOF_TEXTS, *special, *(text[:-1] for text in special), *(text[1:] for text in special)]
-    fragments += [raw.decode([rng.randrange(num_ids)]) for _ in range(64)]
-    texts, pieces = [], []
-    for _ in range(_NUM_PROOFS):
-        words = rng.choices(fragments, k=rng.randint(1, _MAX_FRAGMENTS))
-        texts.append(rng.choice(("", " ")).join(words))
-        # Short pieces, so that a short text has many.
-        pieces.append(replace(cuts, piece_chars=rng.randint(1, 16)).pieces(texts[-1]))
+    texts = proof_texts(raw, rng, cuts.marks)
+    # Short pieces, so that a short text has many.
+    pieces = [replace(cuts, piece_chars=rng.randint(1, 16)).pieces(text) for text in texts]
     # All at once, since the tokenizer then works on several.
     found = iter(encode_all([piece for of_text in pieces for piece in of_text]))
     for text, of_text, whole in zip(texts, pieces, encode_all(texts), strict=True):
@@ -156,6 +147,19 @@ def disproof(cuts: Cuts, raw: RawTokenizer, encode_all: EncodeAll, rng: random.R
         if list(itertools.chain.from_iterable(parts)) != list(whole):
             return text
     return None
+
+
+def proof_texts(raw: RawTokenizer, rng: random.Random, marks: re.Pattern[str] | None = None) -> list[str]:
+    """Random texts full of what is hard for a tokenizer, its own special tokens whole and broken among them."""
+    added = [token.content for token in raw.get_added_tokens_decoder().values()]
+    fit = [content for content in added if marks is not None and marks.fullmatch(content)]
+    special = [*fit, *rng.sample(added, min(len(added), 32))]
+    num_ids = raw.get_vocab_size()
+    fragments = [*_PROOF_TEXTS, *special, *(text[:-1] for text in special), *(text[1:] for text in special)]
+    fragments += [raw.decode([rng.randrange(num_ids)]) for _ in range(64)]
+    return [
+        rng.choice(("", " ")).join(rng.choices(fragments, k=rng.randint(1, _MAX_FRAGMENTS))) for _ in range(_NUM_PROOFS)
+    ]
 
 
 def _space_between_words(text: str, start: int, end: int) -> int | None:
@@ -207,7 +211,7 @@ def _added_doubt(told: Mapping[str, Any]) -> str | None:
 
 def _word_doubt(told: Mapping[str, Any]) -> str | None:
     """Why the pipeline behind the added tokens forbids cuts before a space between two letters; None if it does not."""
-    normalisers = _parts(told["normalizer"], "normalizers")
+    normalisers = parts_of(told["normalizer"], "normalizers")
     marks_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE_MARK} in normalisers
     for part in normalisers:
         is_known = (
@@ -218,7 +222,7 @@ def _word_doubt(told: Mapping[str, Any]) -> str | None:
         if not is_known or len(normalisers) > 1 + marks_spaces:
             return f"normaliser {part['type']} is not known to leave words apart"
     space = _SPACE_MARK if marks_spaces else " "
-    for part in _parts(told["pre_tokenizer"], "pretokenizers"):
+    for part in parts_of(told["pre_tokenizer"], "pretokenizers"):
         match part:
             case {"type": "Digits"}:
                 pass
@@ -254,10 +258,10 @@ def _vocabulary_doubt(model: Mapping[str, Any], space: str) -> str | None:
     return None if spanning is None else f"vocabulary piece {spanning!r} spans them"
 
 
-def _parts(told: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+def parts_of(told: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
     """The steps of a normaliser or pre-tokeniser, also where they are nested."""
     if told is None:
         return []
     if told["type"] == "Sequence":
-        return [part for inner in told[name] for part in _parts(inner, name)]
+        return [part for inner in told[name] for part in parts_of(inner, name)]
     return [told]

@@ -50,8 +50,17 @@ class Segments:
     tells nothing of other tenants' prompts.
     """
 
-    def __init__(self, encode_all: EncodeAll, cuts: Cuts, *, max_bytes: int = _MAX_BYTES) -> None:
+    def __init__(
+        self,
+        encode_all: EncodeAll,
+        cuts: Cuts,
+        *,
+        encode_whole: EncodeAll | None = None,
+        max_bytes: int = _MAX_BYTES,
+    ) -> None:
+        """`encode_whole` is beyond doubt, where `encode_all` is a faster way."""
         self._encode_all = encode_all
+        self._encode_whole = encode_whole or encode_all
         self._cuts = cuts
         self._max_bytes = max_bytes
         self._key_to_packed: OrderedDict[tuple[str, str], bytes] = OrderedDict()
@@ -109,7 +118,7 @@ class Segments:
 
     def whole(self, text: str) -> bytes:
         """Packed token ids of a text that is tokenised in one piece, whatever is known of it."""
-        return pack_tokens(self._encode_all([text])[0])
+        return pack_tokens(self._encode_whole([text])[0])
 
     def compare(self, text: str, packed: bytes) -> None:
         """Tokenise a text as a whole and turn this off, loudly, where `packed` is something else. Modifies."""
@@ -126,9 +135,10 @@ class Segments:
             self._turn_off("a prompt had other token ids in pieces than as a whole")
 
     def _turn_off(self, why: str) -> None:
-        """Cut no text any more and forget all pieces."""
+        """Cut no text any more, take no faster way, and forget all pieces."""
         with self._lock:
             self.why_off = why
+            self._encode_all = self._encode_whole
             self._key_to_packed.clear()
             self.num_bytes = 0
 

@@ -21,6 +21,7 @@ import numpy as np
 from router.cuts import Cuts, prove_cuts
 from router.detokenizer import CONTEXT_TOKENS, Detokenizer
 from router.segments import Lookup, Segments
+from router.words import prove_words
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import TOKEN_SIZE_BYTES, pack_tokens, tokenizer_fingerprint, unpack_tokens
 from shared.telemetry import Readings
@@ -94,7 +95,11 @@ class Tokenizer:
         self.why_borrowed = why_borrowed
         self._rng = rng
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenise")
-        self.segments = Segments(self._encode_all, self._proven_cuts())
+        cuts = self._proven_cuts()
+        words = prove_words(raw, self._encode_all, random.Random(_PROOF_SEED)) if cuts.is_any else None
+        self.segments = Segments(
+            words.encode_all if words is not None else self._encode_all, cuts, encode_whole=self._encode_all
+        )
 
     def chat_text(
         self,

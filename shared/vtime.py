@@ -33,9 +33,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._num_set = 0
         self._num_cancelled = 0
         super().__init__()
+        self._files = self._selector._fd_to_key  # type: ignore[attr-defined]  # its own mapping is asked in Python
 
     def time(self) -> float:
         return self._now_s
+
+    def call_soon(  # type: ignore[override]  # as with `call_at`
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        self._check_closed()  # type: ignore[attr-defined]
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
 
     def call_at(  # type: ignore[override]  # mypy does not know asyncio's own with a tuple of any types
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -57,21 +66,28 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         """One turn of all that is ready, or a move of the clock. Of what asyncio's own does, most serves real time."""
         ready = self._ready  # type: ignore[attr-defined]
-        files = self._selector  # type: ignore[attr-defined]
-        if len(files.get_map()) > _NUM_OWN_FILES or not (ready or self._jump()):
+        if len(self._files) > _NUM_OWN_FILES or not (ready or self._jump()):
             # Asking the system takes longer than most of what a simulation does in between.
-            self._process_events(files.select(0))  # type: ignore[attr-defined]
+            self._process_events(self._selector.select(0))  # type: ignore[attr-defined]
             if not ready and not self._jump():
                 raise VirtualTimeDeadlock
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
-                handle._run()
+            if handle._cancelled:
+                continue
+            # As a handle runs itself, without two calls for each.
+            try:
+                handle._context.run(handle._callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                told = {"message": f"Exception in callback {handle!r}", "exception": error, "handle": handle}
+                self.call_exception_handler(told)
 
     def _jump(self) -> bool:
         """Move the clock to the next timer and have all fire that are due by then; false if there is none."""
         timers = self._timers
-        while timers and timers[0][2].cancelled():
+        while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
             self._num_cancelled -= 1
         if not timers:
@@ -82,7 +98,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         while timers and timers[0][0] < due_s:
             timer = heapq.heappop(timers)[2]
             timer._scheduled = False  # type: ignore[attr-defined]
-            if timer.cancelled():
+            if timer._cancelled:
                 self._num_cancelled -= 1
             else:
                 self._ready.append(timer)  # type: ignore[attr-defined]

@@ -167,14 +167,14 @@ class Publisher:
         if change.is_reset:
             self._resident.clear()
             self._plan_snapshot("reset")
-        for key in change.stored:
-            if key not in self._resident:
-                self._resident.add(key)
-                self._pending[key] = True
-        for key in change.removed:
-            if key in self._resident:
-                self._resident.discard(key)
-                self._pending[key] = False
+        if change.stored:
+            stored = [key for key in change.stored if key not in self._resident]
+            self._resident.update(stored)
+            self._pending.update(dict.fromkeys(stored, True))
+        if change.removed:
+            removed = [key for key in change.removed if key in self._resident]
+            self._resident.difference_update(removed)
+            self._pending.update(dict.fromkeys(removed, False))
         if self._pending:
             self._backlog.gather(asyncio.get_running_loop().time())
         if self._snapshot_cause is not None:
@@ -281,14 +281,18 @@ class Publisher:
 
     async def _send_batch(self) -> bool:
         if self._batch is None:
-            keys = list(islice(self._pending, MAX_KEYS_PER_CALL))
-            states = [(key, self._pending.pop(key)) for key in keys]
+            states = list(islice(self._pending.items(), MAX_KEYS_PER_CALL))
+            if len(states) == len(self._pending):
+                self._pending.clear()
+            else:
+                for key, _ in states:
+                    del self._pending[key]
             self._backlog.send(asyncio.get_running_loop().time(), is_all=not self._pending)
             self._batch = EventBatch(
                 Holder(self._info.worker, self._epoch),
                 self._seq + 1,
-                tuple(key for key, is_resident in states if is_resident),
-                tuple(key for key, is_resident in states if not is_resident),
+                tuple([key for key, is_resident in states if is_resident]),
+                tuple([key for key, is_resident in states if not is_resident]),
             )
         batch = self._batch
         if not self._accept(await self._directory.apply(batch)):

@@ -143,13 +143,24 @@ def answer(packed_prompt: bytes, max_tokens: int, vocabulary_size: int, stops: f
     # The prompt's part of the first group is what it is.
     group = packed_prompt[len(packed_prompt) - num_before :]
     token_ids: list[int] = []
+    unpack, pack, update, digest = _GROUP.unpack, _GROUP.pack, state.update, state.digest
     while len(token_ids) < max_tokens:
-        fresh = [value % vocabulary_size for value in _GROUP.unpack(state.digest())]
-        del fresh[: len(group) // TOKEN_SIZE_BYTES]
-        for at, token_id in enumerate(fresh if stops else ()):
-            if token_id in stops:
-                return tuple(token_ids + fresh[: at + 1])[:max_tokens]
+        first, second, third, fourth = unpack(digest())
+        fresh = [
+            first % vocabulary_size,
+            second % vocabulary_size,
+            third % vocabulary_size,
+            fourth % vocabulary_size,
+        ]
+        packed = pack(*fresh)
+        if group:
+            packed = group + packed[len(group) :]
+            del fresh[: len(group) // TOKEN_SIZE_BYTES]
+            group = b""
+        if stops:
+            for at, token_id in enumerate(fresh):
+                if token_id in stops:
+                    return tuple(token_ids + fresh[: at + 1])[:max_tokens]
         token_ids += fresh
-        state.update(group + struct.pack(f"<{len(fresh)}I", *fresh))
-        group = b""
+        update(packed)
     return tuple(token_ids[:max_tokens])
