@@ -254,6 +254,7 @@ async def _in_order(serving: Serving, source: Path) -> _RealRun:
         rng=rng,
         limits=BatchLimits(),
         service_class=ServiceClass.INTERACTIVE,
+        has_reasoning=False,
         name="bench",
         began_at_s=clock(),
     )
@@ -263,6 +264,7 @@ async def _in_order(serving: Serving, source: Path) -> _RealRun:
         for row in rows:
             usage = (await computer.compute(row, None, None)).usage
             run.prompt_tokens += usage.prompt_tokens
+            assert usage.cached_tokens is not None, "own engines tell"
             run.cached_tokens += usage.cached_tokens
 
     fleet = fleet_of(serving.router)
