@@ -28,7 +28,7 @@ from router.progress import Progress
 from router.requests import RequestTrace, ServiceClass
 from router.tokenizer import Tokenizer
 from shared.config import Settings
-from shared.errors import KvrouteError, NoWorker
+from shared.errors import KvrouteError, NoWorker, OutputError
 from shared.hashing import num_usable_blocks
 from shared.types import CacheScheme, WorkerId
 
@@ -212,6 +212,11 @@ async def run_prepared(
             task.uncancel()
     except _TooManyErrors:
         is_stopped_by_errors = True
+    except OSError as error:
+        # Rows that are read ahead lie in files, too.
+        raise OutputError(
+            f"temporary files: {error.strerror}. All results up to here are in the output; make room and resume the run"
+        ) from None
     finally:
         run.progress.close()
         await asyncio.to_thread(prepared.journal.close)

@@ -19,6 +19,7 @@ from router.batch_file import BatchInput, read_rows
 from router.batch_job import run_rows
 from router.batch_report import PossibleHits
 from router.batch_rows import BatchLimits, RowComputer
+from router.batch_simulation import simulate_batch
 from router.demo_input import demo_rows
 from router.keys import ANYBODY
 from router.known_keys import KnownKeys
@@ -26,7 +27,7 @@ from router.planned_run import fleet_of
 from router.policies import make_policy
 from router.requests import ServiceClass
 from router.serving import Serving
-from router.simulation import Arrival, FleetResult, FleetSpec, simulate, simulate_batch
+from router.simulation import Arrival, FleetResult, FleetSpec, simulate
 from shared.config import Settings
 from shared.errors import KvrouteError
 from shared.hashing import TOKEN_SIZE_BYTES, block_keys, num_usable_blocks, pack_tokens, root_key

@@ -161,7 +161,7 @@ class PlannedRun(Generic[Item]):
             async with asyncio.TaskGroup() as upkeep:
                 looking = upkeep.create_task(self._keep_looking())
                 async with asyncio.TaskGroup() as self._tasks:
-                    self._look()
+                    self.look()
                     await self._read(rows)
                 looking.cancel()
         finally:
@@ -223,12 +223,14 @@ class PlannedRun(Generic[Item]):
     async def _keep_looking(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            self._look()
+            self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Take into account which workers there are now, and how fast. Called about once a second."""
         fleet = self._fleet()
         if fleet is None:
             return
         self.planner.pace = fleet.pace
-        if self.planner.seat(fleet.worker_to_room):
-            self._fill_all()
+        self.planner.seat(fleet.worker_to_room)
+        # Who got nothing while others had all that may be under way is not left out for longer than this.
+        self._fill_all()

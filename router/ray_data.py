@@ -84,7 +84,8 @@ class _Prompts:
         self._to_body = to_body
         self._loop = asyncio.new_event_loop()
         self._entered = contextlib.AsyncExitStack()
-        threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
+        self._thread.start()
         self._serving = self._wait_for(self._serve(order))
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -100,6 +101,13 @@ class _Prompts:
             table = table.append_column(name, pa.array(values, kind))
         return table
 
+    def close(self) -> None:
+        """Leave the workers. An actor that just ends does not: they take that as the end of any process."""
+        self._wait_for(self._entered.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
     def _wait_for(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
@@ -110,7 +118,6 @@ class _Prompts:
         else:
             fields = order["run"]
             workers = Workers(settings, Run(**{**fields, "workers": tuple(fields["workers"])}))
-        # Never closed: the actor's end is the router's, which the workers take as that of any process.
         return await self._entered.enter_async_context(serving_of(workers, logger.info))
 
     async def _answer(self, bodies: list[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:

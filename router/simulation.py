@@ -10,12 +10,9 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from router.planned_run import Outline, PlannedRun, fleet_of
-from router.planner import chain_of
 from router.policies.base import Policy
 from router.requests import GenerateRequest, RequestTrace, ServiceClass
 from router.service import Router
@@ -135,26 +132,8 @@ def simulate(spec: FleetSpec, policy: Policy, arrivals: Iterable[Arrival]) -> Fl
     return run_virtual(_simulate(spec, policy, arrivals))
 
 
-def simulate_batch(
-    spec: FleetSpec, policy: Policy, rows: Sequence[Arrival], *, max_under_way: int, is_planned: bool = True
-) -> FleetResult:
-    """Run rows that all are there at the beginning, so many of them at a time: by a plan, or in their order.
-
-    Raises `ConfigError` for a fleet that cannot be.
-    """
-    return run_virtual(_simulate_batch(spec, policy, rows, max_under_way, is_planned))
-
-
-async def _simulate_batch(
-    spec: FleetSpec, policy: Policy, rows: Sequence[Arrival], max_under_way: int, is_planned: bool
-) -> FleetResult:
-    async with _Simulation(spec).running(policy) as simulation:
-        run = simulation.run_planned if is_planned else simulation.run_in_order
-        return await run(rows, max_under_way)
-
-
 async def _simulate(spec: FleetSpec, policy: Policy, arrivals: Iterable[Arrival]) -> FleetResult:
-    async with _Simulation(spec).running(policy) as simulation:
+    async with Simulation(spec).running(policy) as simulation:
         return await simulation.run(arrivals)
 
 
@@ -166,7 +145,7 @@ class _Worker:
 
 
 @dataclass(slots=True)
-class _Simulation:
+class Simulation:
     """The parts of one simulation, and what has come of it so far."""
 
     spec: FleetSpec
@@ -178,7 +157,7 @@ class _Simulation:
     began_at_s: float = 0.0
 
     @contextlib.asynccontextmanager
-    async def running(self, policy: Policy) -> AsyncIterator[_Simulation]:
+    async def running(self, policy: Policy) -> AsyncIterator[Simulation]:
         spec = self.spec
         clock = asyncio.get_running_loop().time
         scheme = CacheScheme("simulated", spec.block_size_tokens)
@@ -214,56 +193,13 @@ class _Simulation:
                     delay_s = began_at_s + arrival.at_s - clock()
                     if delay_s > 0.0:
                         await asyncio.sleep(delay_s)
-                    group.create_task(self._carry(index, arrival, (first + index) % spec.num_routers))
+                    group.create_task(self.carry(index, arrival, (first + index) % spec.num_routers))
         finally:
             watch.cancel()
-        return self._result(clock() - began_at_s)
+        return self.result(clock() - began_at_s)
 
-    async def run_planned(self, rows: Sequence[Arrival], max_under_way: int) -> FleetResult:
-        """Run rows of the first router as a batch's planner has them run."""
-        router = self.routers[0]
-
-        async def outline(index: int) -> Outline[int]:
-            row = rows[index]
-            keys = router.keys(GenerateRequest(RequestId(""), row.token_ids, Sampling(max_tokens=1)))
-            return Outline(index, chain_of(keys), len(row.token_ids) // TOKEN_SIZE_BYTES, (row.priority, 0))
-
-        async def carry(index: int, body: object, packed: bytes | None, worker: WorkerId | None) -> None:
-            await self._carry(index, rows[index], 0, worker)
-
-        run = PlannedRun(
-            outline,
-            carry,
-            block_size_tokens=self.spec.block_size_tokens,
-            max_under_way=max_under_way,
-            fleet=lambda: fleet_of(router),
-            offload=_at_once,
-        )
-        return await self._timed(run.run(iter(range(len(rows)))))
-
-    async def run_in_order(self, rows: Sequence[Arrival], max_under_way: int) -> FleetResult:
-        """Run rows of the first router in their order, as places become free."""
-        indices = iter(range(len(rows)))
-
-        async def take() -> None:
-            for index in indices:
-                await self._carry(index, rows[index], 0)
-
-        async def run() -> None:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(max_under_way):
-                    group.create_task(take())
-
-        return await self._timed(run())
-
-    async def _timed(self, run: Coroutine[Any, Any, None]) -> FleetResult:
-        clock = asyncio.get_running_loop().time
-        self.began_at_s = clock()
-        await run
-        return self._result(clock() - self.began_at_s)
-
-    async def _carry(self, index: int, arrival: Arrival, number: int, worker: WorkerId | None = None) -> None:
-        """One request, from its arrival to its end."""
+    async def carry(self, index: int, arrival: Arrival, number: int, worker: WorkerId | None = None) -> None:
+        """One request, from its arrival to its end, on that worker if one is named."""
         request = RequestId(f"r{index}")
         trace = RequestTrace()
         num_output_tokens, error = 0, None
@@ -304,7 +240,8 @@ class _Simulation:
             self.most_held = max(self.most_held, sum(len(router.queue) for router in self.routers))
             await asyncio.sleep(self.spec.status_interval_s)
 
-    def _result(self, makespan_s: float) -> FleetResult:
+    def result(self, makespan_s: float) -> FleetResult:
+        """What has come of it, in order of numbers."""
         workers = self.workers.values()
         return FleetResult(
             outcomes=[self.index_to_outcome[index] for index in range(len(self.index_to_outcome))],
@@ -396,11 +333,6 @@ def _engine_options(spec: FleetSpec, scheme: CacheScheme) -> SimulatorOptions:
         is_warm=True,
         tokens_per_delta=_WHOLE_ANSWER_TOKENS,
     )
-
-
-async def _at_once(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Threads have no place in virtual time."""
-    return function(*args, **named)
 
 
 def _never_dies(reason: str) -> None:

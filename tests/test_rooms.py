@@ -28,6 +28,7 @@ MAX_LINES = 420
 MAY_ALSO_IMPORT = {
     "router/launch.py": {"worker"},  # the composition root: starts workers
     "router/attach.py": {"worker"},  # the one without Ray: workers in this process, for servers that run already
+    "router/batch_bench.py": {"worker"},  # reads a latency profile, for the bound on what it simulates
     "router/replay.py": {"worker"},  # reads latency profiles, which are data
     "router/simulation.py": {"worker"},  # the other composition root: a whole fleet in one process and in virtual time
     "router/calibrate.py": {"worker"},  # joins the demo's prompts and the engine that they are timed on

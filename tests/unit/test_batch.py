@@ -14,18 +14,20 @@ from typing import Any
 
 import pytest
 
-from router import batch_file
 from router.batch import BatchLimits, BatchReport, PreparedBatch, prepare_batch, run_prepared
 from router.batch_file import check_input
 from router.batch_journal import Journal
 from router.batch_report import PossibleHits, quantile
 from router.openai import Usage
+from router.planned_run import Fleet, FleetView, no_fleet
+from router.planner import Pace, Room
 from router.progress import PLAIN_INTERVAL_S, Progress
 from router.requests import Generated, GenerateRequest, RequestTrace, ServiceClass
 from router.tokenizer import Tokenizer
 from shared.errors import (
     AttemptsExhausted,
     ConfigError,
+    DeadlineExceeded,
     EngineError,
     InvalidRequest,
     NoWorker,
@@ -35,7 +37,7 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.hashing import block_keys, num_usable_blocks, pack_tokens, root_key, unpack_tokens
-from shared.types import CacheScheme, FinishReason
+from shared.types import CacheScheme, FinishReason, WorkerId
 from tests.support.batches import MODEL, chat_row, read_records, token_row, write_rows
 from tests.support.fake_generate import FakeGenerate
 from tests.support.tokenizers import EOS_TOKEN_ID, write_model_folder
@@ -80,6 +82,7 @@ class Bench:
         resume: bool = False,
         limits: BatchLimits = FAST,
         service_class: ServiceClass = ServiceClass.INTERACTIVE,
+        fleet: FleetView = no_fleet,
     ) -> BatchReport:
         with self.prepare(rows, resume=resume) as prepared:
             return await run_prepared(
@@ -93,6 +96,7 @@ class Bench:
                 service_class=service_class,
                 on_row=lambda row, text, trace: self.texts.update({row.custom_id: text}),
                 progress_stream=self.progress,
+                fleet=fleet,
             )
 
     def records(self) -> dict[str, dict[str, Any]]:
@@ -235,16 +239,36 @@ async def test_no_more_rows_are_under_way_than_allowed(bench: Bench) -> None:
     assert fake.max_live == FAST.max_in_flight
 
 
-async def test_input_is_read_only_as_far_as_rows_are_taken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, taken = asyncio.Event(), []
-    fake = bench.fake(gate=gate, busy_at=FAST.max_in_flight)
-    read = batch_file.read_rows
-    monkeypatch.setattr("router.batch.read_rows", lambda path: (taken.append(row.line) or row for row in read(path)))
-    run = asyncio.create_task(bench.run([chat_row(f"r{number}") for number in range(30)], fake))
-    await fake.is_busy.wait()
-    assert taken == [1, 2, 3, 4]
-    gate.set()
-    assert (await run).num_ok == 30
+async def test_rows_of_one_beginning_go_to_one_worker(bench: Bench) -> None:
+    fake = bench.fake()
+    rows = [chat_row(f"r{number}", "ab"[number % 2] * 64) for number in range(20)]
+    workers = {WorkerId("w0"): Room(2), WorkerId("w1"): Room(2)}
+    await bench.run(rows, fake, fleet=lambda: Fleet(workers, Pace()))
+    prompt_to_workers: dict[bytes, set[str | None]] = {}
+    for request in fake.requests[:16]:
+        prompt_to_workers.setdefault(request.token_ids, set()).add(request.worker)
+    assert sorted(map(sorted, prompt_to_workers.values())) == [["w0"], ["w1"]]
+
+
+async def test_rows_of_lower_priority_go_first_and_then_those_that_are_due(bench: Bench) -> None:
+    fake = bench.fake()
+    fields: list[dict[str, Any]] = [{}, {"deadline_s": 900}, {"priority": -1}, {"deadline_s": 5}]
+    began_at_s = asyncio.get_running_loop().time()
+    await bench.run([chat_row(f"r{number}", "x" * number, **each) for number, each in enumerate(fields)], fake)
+    assert [request.priority for request in fake.requests] == [-1, 0, 0, 0]
+    due_s = [request.deadline_at_s for request in fake.requests]
+    assert (due_s[0], due_s[3]) == (None, None)
+    assert due_s[1] is not None
+    assert due_s[2] is not None
+    assert due_s[1] - began_at_s >= 5
+    assert due_s[2] - due_s[1] == pytest.approx(895)
+
+
+async def test_a_row_whose_deadline_has_passed_is_not_tried_again(bench: Bench) -> None:
+    fake = bench.fake(faults=[DeadlineExceeded("late")])
+    report = await bench.run([chat_row("r", deadline_s=1)], fake)
+    assert (report.num_failed, len(fake.requests)) == (1, 1)
+    assert bench.error("r") == ("deadline_exceeded", None)
 
 
 async def test_transient_errors_are_tried_again(bench: Bench) -> None:
@@ -397,6 +421,17 @@ async def test_input_that_changes_between_check_and_run_is_refused(bench: Bench)
         with pytest.raises(ConfigError, match=r"in\.jsonl: has changed since it was checked"):
             list(prepared.read_rows())
     assert not bench.output.exists()
+
+
+async def test_no_room_for_rows_that_are_read_ahead_ends_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("router.planned_run._Store.put", fail)
+    with pytest.raises(OutputError, match="temporary files: No space left on device"):
+        await bench.run([chat_row(f"r{number}") for number in range(4)], bench.fake())
+    monkeypatch.undo()
+    assert (await bench.run([chat_row(f"r{number}") for number in range(4)], bench.fake(), resume=True)).num_ok == 4
 
 
 async def test_failing_sync_ends_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,9 +41,15 @@ def prompt(start: int, num_tokens: int) -> list[int]:
     return list(range(start, start + num_tokens))
 
 
-def ask(rig: Rig, name: str, token_ids: Sequence[int], excluded: frozenset[WorkerId] = frozenset()) -> asyncio.Task:
+def ask(
+    rig: Rig,
+    name: str,
+    token_ids: Sequence[int],
+    excluded: frozenset[WorkerId] = frozenset(),
+    worker: WorkerId | None = None,
+) -> asyncio.Task:
     packed = pack_tokens(token_ids)
-    request = GenerateRequest(RequestId(name), packed, Sampling(max_tokens=8))
+    request = GenerateRequest(RequestId(name), packed, Sampling(max_tokens=8), worker=worker)
     keys = block_keys(packed, SCHEME.block_size_tokens, root_key(SCHEME))
     return asyncio.create_task(rig.queue.place(request, keys, excluded, rig.now_s[0]))
 
@@ -215,3 +221,25 @@ async def test_a_fault_of_the_policy_reaches_whoever_waits_and_ends_nothing_else
         policy.is_broken = False
         assert (await ask(rig, "again", prompt(0, 500))).booking.worker == W0
         assert len(rig.queue) == 0
+
+
+async def test_a_request_for_one_worker_waits_for_it_while_others_are_free():
+    async with bench_rig(2, 0) as rig:
+        await opened(rig, STATUS, BUSY)
+        asked = ask(rig, "a", prompt(1, 300), worker=W1)
+        free = ask(rig, "b", prompt(5_000, 300))
+        await settle()
+        assert (worker_of(asked), worker_of(free)) == (None, W0)
+        rig.clients[1].tell(STATUS)
+        await settle()
+        assert worker_of(asked) == W1
+
+
+async def test_a_request_for_a_worker_that_is_gone_or_has_failed_it_goes_to_another():
+    async with bench_rig(2, 0) as rig:
+        await opened(rig)
+        gone = ask(rig, "a", prompt(1, 300), worker=WorkerId("w9"))
+        failed = ask(rig, "b", prompt(5_000, 300), frozenset({W1}), worker=W1)
+        await settle()
+        assert worker_of(gone) is not None
+        assert worker_of(failed) == W0
