@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 ENGINE ?= $(shell nvidia-smi --list-gpus >/dev/null 2>&1 && echo gpu || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
-.PHONY: help install demo serve test lint bench gpu-check clean
+.PHONY: help install demo serve test cluster-test lint bench gpu-check clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Install kvroute, an engine and all tools into .venv
 	@echo "install: $(VENV) is up to date, engine $(ENGINE)" >&2
@@ -33,6 +33,10 @@ serve: $(INSTALLED) ## Answer OpenAI clients on port 8000, with two workers and 
 test: $(INSTALLED) ## Run all tests, those with a real store, Ray and vLLM included
 	@echo "test: running all tests" >&2
 	@$(BIN)/python -m pytest $(ARGS)
+
+cluster-test: $(INSTALLED) ## Bring up cluster.yaml on machines of loopback, lose a node, and run jobs on it
+	@echo "cluster-test: needs openssh-server and rsync" >&2
+	@$(BIN)/python -m pytest -m cluster $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format and types
 	@echo "lint: checking style, format and types" >&2

@@ -26,6 +26,8 @@ from tests.support.commands import assert_no_process_left
 from tests.support.machines_on_loopback import ROOT, LoopbackMachines, free_port, ssh_user
 
 pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(3600),
     pytest.mark.ray,
     pytest.mark.redis,
     pytest.mark.slow,
@@ -37,7 +39,7 @@ pytestmark = [
     ),
 ]
 
-DEADLINE_S = 240.0
+DEADLINE_S = 900.0
 NUM_ROWS = 120
 SIMULATED = ["--engine", "simulator", "--model", "tiny", "--workers", "2"]
 

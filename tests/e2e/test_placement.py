@@ -13,6 +13,7 @@ import pytest_asyncio
 from router import cluster
 from router.placement import WorkerResources
 from shared.errors import ConfigError
+from tests.support.placed import Placed
 
 ray = pytest.importorskip("ray", reason="needs Ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs Ray")
@@ -23,17 +24,6 @@ PAIR = WorkerResources(num_cpus=1, num_gpus=2)
 """A worker of two GPUs, as one of tensor parallel size 2."""
 
 
-class Placed:
-    """In place of a worker: tells where it is."""
-
-    def node_id(self) -> str:
-        node_id: str = ray.get_runtime_context().get_node_id()
-        return node_id
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def nodes() -> AsyncIterator[Any]:
     """A head without a GPU and two nodes with four each, which are only numbers."""
@@ -41,7 +31,7 @@ async def nodes() -> AsyncIterator[Any]:
     try:
         for _ in range(2):
             built.add_node(num_cpus=2, num_gpus=4)
-        cluster.connect_ray(built.address, num_local_cpus=0, environment={})
+        cluster.connect_ray(built.address, num_local_cpus=0, environment={"PYTHONPATH": os.getcwd()})
         yield built
     finally:
         cluster.leave_ray()
