@@ -103,19 +103,17 @@ class EarlyCost(CostPolicy):
         return replace(super().costs(requests, loads, fleet, rng), can_send=None, lacks_blocks=None)
 
 
-# 60 a second saturate it. With twice that, a request that waits for the holder of its beginning costs 2 % where a round
-# trip is half a step.
-@pytest.mark.parametrize(
-    ("rate_per_s", "lag_s", "least"), [(60.0, 0.0, 0.99), (60.0, 0.0025, 0.99), (120.0, 0.0025, 0.97)]
-)
-def test_holding_idles_no_worker(rate_per_s: float, lag_s: float, least: float):
+# 60 a second saturate it.
+@pytest.mark.parametrize("rate_per_s", [60.0, 120.0])
+@pytest.mark.parametrize("lag_s", [0.0, 0.0025])
+def test_holding_idles_no_worker(rate_per_s: float, lag_s: float):
     def busy_share(policy: Policy, seed: int) -> float:
         spec = replace(SPEC, num_routers=1, lag_s=lag_s, seed=seed)
         result = simulate(spec, policy, arrivals(400, rate_per_s, seed))
         return sum(result.busy_s) / result.makespan_s
 
-    late, early = (sum(busy_share(policy, seed) for seed in range(2)) for policy in (CostPolicy(), EarlyCost()))
-    assert late >= least * early
+    late, early = (sum(busy_share(policy, seed) for seed in range(4)) for policy in (CostPolicy(), EarlyCost()))
+    assert late >= 0.99 * early
 
 
 def test_an_idle_fleet_holds_nothing_back():
