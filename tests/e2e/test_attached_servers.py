@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from router.attach import attached_router, find_servers
-from router.requests import GenerateRequest, RequestTrace
+from router.requests import GenerateRequest, RequestTrace, RichGenerated
 from router.serving import Serving
 from shared.config import Settings
+from shared.errors import InvalidRequest
 from shared.hashing import block_keys, pack_tokens, root_key
-from shared.types import BlockKey, RequestId, Sampling, WorkerId
+from shared.types import BlockKey, Reading, RequestId, Sampling, ToolChoice, WorkerId
 from tests.support.fake_vllm import free_ports
 from tests.support.vllm_servers import BLOCK_SIZE, ServerProcess
 
@@ -141,6 +143,28 @@ async def test_a_request_that_is_given_up_is_freed_on_the_server(deployment: Dep
         while await server.num_requests():
             await asyncio.sleep(0.02)
     assert deployment.serving.router.fleet.num_bookings == 0
+
+
+async def test_form_and_probabilities_are_the_servers_own(deployment: Deployment):
+    serving = deployment.serving
+    schema = '{"type":"string","enum":["Paris","Rome"]}'
+    sampling = Sampling(64, temperature=0.0, logprobs=2, json_schema=schema)
+    request = replace(deployment.request(prompt(8, 40), 64), sampling=sampling)
+    generated = [item async for item in serving.router.generate(request, RequestTrace())]
+    token_ids = [token_id for item in generated for token_id in item.token_ids]
+    told = [one for item in generated if isinstance(item, RichGenerated) for one in item.logprobs]
+    assert json.loads(serving.tokenizer.decode(token_ids)) in ("Paris", "Rome")
+    assert [len(one.top_token_ids) for one in told] == [2] * len(token_ids)
+    for wrong, param in (
+        (replace(sampling, json_schema='{"type":"banana"}'), "response_format"),
+        (replace(sampling, reading=Reading("[{}]", ToolChoice.AUTO)), "tools"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            async for _ in serving.router.generate(
+                replace(deployment.request(prompt(8, 40), 64), sampling=wrong), RequestTrace()
+            ):
+                pass
+        assert caught.value.param == param
 
 
 async def test_a_server_that_is_killed_and_comes_back_costs_no_request_and_leaves_no_phantom(deployment: Deployment):
