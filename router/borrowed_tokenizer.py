@@ -80,6 +80,11 @@ async def _borrowed(name_to_content: Mapping[str, bytes], why: str, rng: random.
 
 def tokenizer_flags(tokenizer: Tokenizer) -> list[Flag]:
     """What an operator should know of the tokenizer."""
-    if not tokenizer.why_borrowed:
-        return []
-    return [Flag("tokenizer", f"A worker's is used, since the router's own is of no use: {tokenizer.why_borrowed}.")]
+    flags = []
+    if tokenizer.why_borrowed:
+        flags.append(
+            Flag("tokenizer", f"A worker's is used, since the router's own is of no use: {tokenizer.why_borrowed}.")
+        )
+    if tokenizer.segments.num_mismatches:
+        flags.append(Flag("tokenising", f"Prompts are tokenised as a whole: {tokenizer.segments.why_off}."))
+    return flags

@@ -91,6 +91,13 @@ async def test_missing_tokenizer_is_borrowed_from_the_first_worker_that_gives_it
     assert errors[0].endswith("prompts are tokenised with a copy of that of worker w1")
 
 
+def test_failed_comparison_of_a_prompt_is_shown(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    tokenizer.segments.compare("a b", b"\0\0\0\0")
+    (flag,) = tokenizer_flags(tokenizer)
+    assert flag.text == "Prompts are tokenised as a whole: a prompt had other token ids in pieces than as a whole."
+
+
 async def test_tokenizer_that_is_not_the_workers_gives_way_to_theirs(folder: Path, tmp_path: Path) -> None:
     other = write_model_folder(tmp_path / "other")
     (other / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
