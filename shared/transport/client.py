@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from shared.errors import AuthenticationFailed, ConfigError, InvalidRequest, ProtocolError, WorkerLeft, WorkerLost
-from shared.messages import Ack, Cancel, Delta, Frame, Refused, Submit, decode, encode
+from shared.messages import Ack, Cancel, Frame, Refused, Submit, decode, encode
 from shared.transport.base import Channel, Connect, OnChange, Timings
 from shared.transport.channel import SilenceGuard, open_channel
 from shared.transport.handshake import SESSION_BYTES, greet_worker
@@ -308,8 +308,14 @@ class ChannelClient:
         if frame.number != self._last_frame + 1:
             raise ProtocolError(f"frame {frame.number} follows frame {self._last_frame}")
         is_change = False
+        streams = self._streams
         for delta in frame.deltas:
-            is_change |= self._take_delta(delta)
+            stream = streams.get((delta.request, delta.attempt))
+            if stream is not None:
+                is_change |= stream.take(delta)
+                if stream.is_ended:
+                    del streams[stream.key]
+                    self._unseen.pop(stream.number, None)
         self._last_frame = frame.number
         self._is_progressing = True
         self._is_acknowledgement_due = True
@@ -324,18 +330,6 @@ class ChannelClient:
             is_change = True
         if is_change:
             self._on_change()
-
-    def _take_delta(self, delta: Delta) -> bool:
-        """Hand one delta to its stream; whether it is a first token or an end."""
-        key = (delta.request, delta.attempt)
-        stream = self._streams.get(key)
-        if stream is None:
-            return False
-        is_change = stream.take(delta)
-        if stream.is_ended:
-            del self._streams[key]
-            self._unseen.pop(stream.number, None)
-        return is_change
 
     def _note_seen(self, last_submit: int) -> None:
         while self._unseen and (number := next(iter(self._unseen))) <= last_submit:
