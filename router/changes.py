@@ -18,7 +18,7 @@ FIXED = ("model", "served_model_name", "block_size", "redis_url", "ray_address")
 OF_WORKERS = (
     "engine", "profile", "max_model_len", "max_num_seqs", "kv_cache_blocks", "kv_cache_bytes", "pin_budget_blocks",
     "gpu_memory_utilization", "tensor_parallel_size", "gpus_per_worker", "dtype", "eviction", "engine_args", "seed",
-    "lease_s", "heartbeat_s", "audit_s", "cache_dir",
+    "lease_s", "heartbeat_s", "audit_s", "cache_dir", "tool_call_parser", "reasoning_parser",
 )  # fmt: skip
 """What a worker is told at its start: another value takes another worker."""
 OF_STARTS = ("start_timeout_s", "log_level", "log_format")

@@ -55,8 +55,9 @@ def run(
     # A policy that cannot be made must stop the command before it starts anything.
     make_policy(settings.policy)
     try:
-        is_http = command == "serve" or (command, own.get("benchmark")) == ("bench", "http")
-        with asyncio.Runner(loop_factory=_fast_loop() if is_http else None) as runner:
+        # What is measured runs on the loop that it runs on in service; Ray's actors have that one, too.
+        is_fast = command == "serve" or (command == "bench" and own.get("benchmark") in ("http", "transport"))
+        with asyncio.Runner(loop_factory=_fast_loop() if is_fast else None) as runner:
             return runner.run(_interruptible(_COMMANDS[command](Invocation(settings, own, say, show))))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None

@@ -12,6 +12,10 @@ from shared.types import FinishReason, Sampling
 _FORGETFUL = frozenset({"max_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "stop_token_ids"})
 """Fields that act on each token alone, or that `continued` settles. Every other field is taken for one that looks at
 where the answer began, as penalties and `min_tokens` do, unless it has its default."""
+_LOOKING_BACK = tuple(
+    (field.name, field.default) for field in dataclasses.fields(Sampling) if field.name not in _FORGETFUL
+)
+"""All others, with their defaults."""
 
 _FIELD_TO_PARAM = {"json_schema": "response_format", "reading": "tools or reasoning"}
 """Fields whose names callers do not know, with what they know."""
@@ -20,12 +24,12 @@ _FIELD_TO_PARAM = {"json_schema": "response_format", "reading": "tools or reason
 def reasons_against_continuing(sampling: Sampling) -> tuple[str, ...]:
     """The fields that would make another engine go on differently, in the order of `Sampling`, as callers know them."""
     return tuple(
-        _FIELD_TO_PARAM.get(field.name, field.name)
-        for field in dataclasses.fields(Sampling)
-        if field.name not in _FORGETFUL
-        and getattr(sampling, field.name) != field.default
-        # Where nothing is drawn, a seed has no say.
-        and not (field.name == "seed" and sampling.is_greedy)
+        [
+            _FIELD_TO_PARAM.get(name, name)
+            for name, default in _LOOKING_BACK
+            # Where nothing is drawn, a seed has no say.
+            if getattr(sampling, name) != default and not (name == "seed" and sampling.is_greedy)
+        ]
     )
 
 

@@ -167,14 +167,12 @@ class Publisher:
         if change.is_reset:
             self._resident.clear()
             self._plan_snapshot("reset")
-        if change.stored:
-            stored = [key for key in change.stored if key not in self._resident]
-            self._resident.update(stored)
-            self._pending.update(dict.fromkeys(stored, True))
-        if change.removed:
-            removed = [key for key in change.removed if key in self._resident]
-            self._resident.difference_update(removed)
-            self._pending.update(dict.fromkeys(removed, False))
+        stored = [key for key in change.stored if key not in self._resident]
+        self._resident.update(stored)
+        self._pending.update(dict.fromkeys(stored, True))
+        removed = [key for key in change.removed if key in self._resident]
+        self._resident.difference_update(removed)
+        self._pending.update(dict.fromkeys(removed, False))
         if self._pending:
             self._backlog.gather(asyncio.get_running_loop().time())
         if self._snapshot_cause is not None:
@@ -282,11 +280,8 @@ class Publisher:
     async def _send_batch(self) -> bool:
         if self._batch is None:
             states = list(islice(self._pending.items(), MAX_KEYS_PER_CALL))
-            if len(states) == len(self._pending):
-                self._pending.clear()
-            else:
-                for key, _ in states:
-                    del self._pending[key]
+            for key, _ in states:
+                del self._pending[key]
             self._backlog.send(asyncio.get_running_loop().time(), is_all=not self._pending)
             self._batch = EventBatch(
                 Holder(self._info.worker, self._epoch),

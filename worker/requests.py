@@ -159,11 +159,12 @@ class EngineRequests:
 
     async def _carry(self, live: _Live) -> None:
         """Carry the engine's deltas to the session, no faster than the router takes them."""
+        session = live.session
         deltas = self._engine.generate(live.engine_request)
         try:
             async for delta in deltas:
-                if live.session.is_full:
-                    await live.session.room()
+                if session.is_full:
+                    await session.room()
                 self._pass_on(live, delta)
         finally:
             close = getattr(deltas, "aclose", None)

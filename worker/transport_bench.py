@@ -73,13 +73,16 @@ async def _stream_once(client: ChannelClient, engine: _SteadyEngine, number: int
     first = number * _NUM_STREAMS
     prompt = _prompt(64)
     streams = [_submit(client, first + index, prompt, max_tokens=num_steps) for index in range(_NUM_STREAMS)]
-    readers = asyncio.gather(*map(_read, streams))
+    heard = _Heard()
+    readers = asyncio.gather(*(_read(stream, heard) for stream in streams))
     for _ in streams:
         await engine.started.get()
     loop = asyncio.get_running_loop()
     due_s, started_cpu_s = loop.time(), time.process_time()
-    for _ in range(num_steps):
+    for step in range(1, num_steps + 1):
         engine.step()
+        # Else a busy machine would put tokens of several steps into one frame, and look the faster for it.
+        await heard.wait(step * _NUM_STREAMS)
         due_s += _STEP_S
         await asyncio.sleep(due_s - loop.time())
     num_tokens = sum(await readers)
@@ -92,7 +95,7 @@ async def _measure_submits(client: ChannelClient, engine: _SteadyEngine, num_sub
     times_s = []
     for index in range(num_submits):
         started_cpu_s = time.process_time()
-        reader = asyncio.create_task(_read(_submit(client, -1 - index, prompt, max_tokens=1)))
+        reader = asyncio.create_task(_read(_submit(client, -1 - index, prompt, max_tokens=1), _Heard()))
         await engine.started.get()
         engine.step()
         await reader
@@ -109,9 +112,33 @@ def _submit(client: ChannelClient, index: int, prompt: bytes, *, max_tokens: int
     return client.submit(RequestId(f"request-{index}"), 1, prompt, Sampling(max_tokens=max_tokens))
 
 
-async def _read(stream: DeltaStream) -> int:
+async def _read(stream: DeltaStream, heard: _Heard) -> int:
     """Number of tokens of one answer."""
-    return sum([len(delta.token_ids) async for delta in stream])
+    num_tokens = 0
+    async for delta in stream:
+        num_tokens += len(delta.token_ids)
+        heard.note(len(delta.token_ids))
+    return num_tokens
+
+
+class _Heard:
+    """Counts the tokens that have come to their readers."""
+
+    def __init__(self) -> None:
+        self._num_tokens = self._num_awaited = 0
+        self._has_come = asyncio.Event()
+
+    def note(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        if self._num_tokens >= self._num_awaited:
+            self._has_come.set()
+
+    async def wait(self, num_tokens: int) -> None:
+        """Until so many have come."""
+        self._num_awaited = num_tokens
+        if self._num_tokens < num_tokens:
+            self._has_come.clear()
+            await self._has_come.wait()
 
 
 class _SteadyEngine:

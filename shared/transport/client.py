@@ -8,7 +8,7 @@ import logging
 import random
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shared.errors import AuthenticationFailed, ConfigError, InvalidRequest, ProtocolError, WorkerLeft, WorkerLost
 from shared.messages import Ack, Cancel, Delta, Frame, Refused, Submit, decode, encode
@@ -308,10 +308,15 @@ class ChannelClient:
         if frame.number != self._last_frame + 1:
             raise ProtocolError(f"frame {frame.number} follows frame {self._last_frame}")
         is_change = False
-        for delta in frame.deltas:
-            is_change |= self._take_delta(delta)
-        for rich_delta in frame.rich_deltas:
-            is_change |= self._take_delta(rich_delta)
+        streams = self._streams
+        deltas: Sequence[Delta] = frame.deltas if not frame.rich_deltas else (*frame.deltas, *frame.rich_deltas)
+        for delta in deltas:
+            stream = streams.get((delta.request, delta.attempt))
+            if stream is not None:
+                is_change |= stream.take(delta)
+                if stream.is_ended:
+                    del streams[stream.key]
+                    self._unseen.pop(stream.number, None)
         self._last_frame = frame.number
         self._is_progressing = True
         self._is_acknowledgement_due = True
@@ -326,18 +331,6 @@ class ChannelClient:
             is_change = True
         if is_change:
             self._on_change()
-
-    def _take_delta(self, delta: Delta) -> bool:
-        """Hand one delta to its stream; whether it is a first token or an end."""
-        key = (delta.request, delta.attempt)
-        stream = self._streams.get(key)
-        if stream is None:
-            return False
-        is_change = stream.take(delta)
-        if stream.is_ended:
-            del self._streams[key]
-            self._unseen.pop(stream.number, None)
-        return is_change
 
     def _note_seen(self, last_submit: int) -> None:
         while self._unseen and (number := next(iter(self._unseen))) <= last_submit:

@@ -90,7 +90,8 @@ class Stream:
             delta = dataclasses.replace(delta, fault=None)
         if not self.is_left and (delta.token_ids or delta.finish is not None or delta.cached_tokens is not None):
             self._deltas.append(delta)
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
         return is_change
 
     def fail(self, error: KvrouteError) -> None:

@@ -61,7 +61,8 @@ class Stage:
         worker = name.removeprefix("kvroute:")
         return _Actor(worker) if worker in self.actors else None
 
-    def _kill(self, actor: _Actor) -> None:
+    def _kill(self, actor: _Actor, name: str) -> None:
+        assert name == f"kvroute:{actor.worker}"
         del self.actors[actor.worker]
         self.events.append(f"-{actor.worker.partition('-')[0]}")
         self.serving.discard(actor.worker)
