@@ -39,29 +39,29 @@ _LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """What a plan needs to know of the workers that there are."""
+class FleetMeans:
+    """The workers that there are, and the means by which a plan weighs rows for them."""
 
     worker_to_room: Mapping[WorkerId, Room]
     pace: Pace
 
 
-FleetView = Callable[[], Fleet | None]
+FleetView = Callable[[], FleetMeans | None]
 
 
-def no_fleet() -> Fleet | None:
+def no_fleet() -> FleetMeans | None:
     """Where nobody tells which workers there are: rows go to any of them."""
     return None
 
 
-def fleet_of(router: Router) -> Fleet | None:
+def fleet_of(router: Router) -> FleetMeans | None:
     """The workers of a router, and what rows take of their time; `None` where there are none now."""
     loads = router.fleet.loads()
     if not len(loads):
         return None
     state = router.queue.fleet_state(loads)
     rooms = zip(loads.workers, loads.max_num_seqs.tolist(), loads.kv_total_blocks.tolist(), strict=True)
-    return Fleet(
+    return FleetMeans(
         {worker: Room(math.ceil(_ROWS_PER_SEQ * seqs), int(_BLOCKS_SHARE * blocks)) for worker, seqs, blocks in rooms},
         # An answer shares its steps with those of the other sequences.
         Pace(state.prefill_s_per_token, state.answer_s / float(loads.max_num_seqs.mean()), state.mean_output_tokens),

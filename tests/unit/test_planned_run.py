@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.planned_run import Fleet, Outline, PlannedRun, no_fleet
+from router.planned_run import FleetMeans, Outline, PlannedRun, no_fleet
 from router.planner import Pace, Room
 from shared.types import WorkerId
 
@@ -31,8 +31,8 @@ class Bench:
             self.outline, self.carry, **{"block_size_tokens": 16, "max_under_way": 4, "fleet": self.fleet, **options}
         )
 
-    def fleet(self) -> Fleet | None:
-        return None if self.rooms is None else Fleet(self.rooms, Pace())
+    def fleet(self) -> FleetMeans | None:
+        return None if self.rooms is None else FleetMeans(self.rooms, Pace())
 
     def rows(self, num_rows: int) -> Iterator[int]:
         for number in range(num_rows):
