@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from router.answers import Generate
-from router.batch_file import BatchInput, Row, check_input, read_rows
+from router.batch_file import BatchInput, InputSummary, Row, check_input, check_unchanged, read_rows
 from router.batch_journal import Journal, error_record, result_record
 from router.batch_report import BatchReport, Tally
 from router.batch_rows import BatchLimits, RowComputer, RowResult
@@ -28,7 +28,7 @@ from router.progress import Progress
 from router.requests import RequestTrace, ServiceClass
 from router.tokenizer import Tokenizer
 from shared.config import Settings
-from shared.errors import KvrouteError, NoWorker
+from shared.errors import KvrouteError, NoWorker, OutputError
 from shared.hashing import num_usable_blocks
 from shared.types import CacheScheme, WorkerId
 
@@ -63,13 +63,23 @@ class PreparedBatch:
     """A checked input and the locked output that belongs to it. Use as `with`, which gives the output free."""
 
     source: BatchInput
+    summary: InputSummary
     served_model: str
-    num_rows: int
-    """Rows that are to be answered, those included that are finished."""
     journal: Journal
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that are to be answered, those included that are finished."""
+        return self.summary.num_rows
+
     def read_rows(self) -> Iterator[Row]:
-        """The rows, finished or not, in the input's order, one in memory at a time. Raises `ConfigError`."""
+        """The rows, finished or not, in the input's order, one in memory at a time.
+
+        Raises:
+            ConfigError: a file cannot be read, or has changed since it was checked: its rows would go under the names
+                of others.
+        """
+        check_unchanged(self.source, self.summary)
         return read_rows(self.source)
 
     def __enter__(self) -> PreparedBatch:
@@ -92,7 +102,7 @@ def prepare_batch(
     source = BatchInput.of(source)
     summary = check_input(source, served_model=served_model)
     journal = Journal.open(output_path, summary, resume=resume, error_path=error_path)
-    return PreparedBatch(source, served_model, summary.num_rows, journal)
+    return PreparedBatch(source, summary, served_model, journal)
 
 
 async def run_batch(
@@ -200,6 +210,11 @@ async def run_prepared(
             task.uncancel()
     except _TooManyErrors:
         is_stopped_by_errors = True
+    except OSError as error:
+        # Rows that are read ahead lie in files, too.
+        raise OutputError(
+            f"temporary files: {error.strerror}. All results up to here are in the output; make room and resume the run"
+        ) from None
     finally:
         run.progress.close()
         await asyncio.to_thread(prepared.journal.close)

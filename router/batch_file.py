@@ -91,6 +91,10 @@ class BatchInput:
         return f"{self.paths[file]}:{line}"
 
 
+FileVersion = tuple[int, int, int]
+"""Inode, size and time of the last change: what tells whether a file is as it was."""
+
+
 @dataclass(frozen=True, slots=True)
 class InputSummary:
     """What the check pass found."""
@@ -102,6 +106,8 @@ class InputSummary:
     fingerprint: str
     """Stands for the content of all rows, in their order, whatever the files are called and however compressed."""
     shard: Shard = Shard()
+    versions: tuple[FileVersion, ...] = ()
+    """Of the files that were read."""
 
 
 def read_rows(source: Path | BatchInput) -> Iterator[Row]:
@@ -124,6 +130,7 @@ def check_input(source: Path | BatchInput, *, served_model: str) -> InputSummary
             row, two rows share a custom_id, or all rows ask for a model that is not served.
     """
     source = BatchInput.of(source)
+    versions = tuple(map(_version, source.paths))
     digest = blake2b(digest_size=_FINGERPRINT_BYTES)
     num_all_rows = num_rows = 0
     is_served = False
@@ -150,7 +157,22 @@ def check_input(source: Path | BatchInput, *, served_model: str) -> InputSummary
             f"{source}: no row asks for the model that is served, {served_model!r}; "
             f"body.model at {place} is {fields.brief(model)}"
         )
-    return InputSummary(num_rows, num_all_rows, digest.hexdigest(), source.shard)
+    return InputSummary(num_rows, num_all_rows, digest.hexdigest(), source.shard, versions)
+
+
+def check_unchanged(source: BatchInput, summary: InputSummary) -> None:
+    """Raises `ConfigError` if a file is no longer the one that was checked, by all that it tells of itself."""
+    for path, version in zip(source.paths, summary.versions, strict=True):
+        if _version(path) != version:
+            raise ConfigError(f"input file {path}: has changed since it was checked; nothing of it was read again")
+
+
+def _version(path: Path) -> FileVersion:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"input file {path}: cannot read it: {error.strerror}") from None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _refuse_twice(source: BatchInput, places: tuple[int, int] | None) -> None:

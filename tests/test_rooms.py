@@ -52,6 +52,7 @@ CONFINED = {
     "zmq": ("worker/engines/",),
     "fastapi": (),
     "opentelemetry": ("router/tracing.py",),
+    "pyarrow": ("router/ray_data.py",),
     "rich": ("router/top.py", "router/top_command.py"),
     "matplotlib": ("router/replay_plot.py",),
     "starlette": ("router/dashboard.py",),

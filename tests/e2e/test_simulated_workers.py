@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,3 +62,32 @@ def test_a_profile_that_is_none_is_refused_before_anything_is_started(tmp_path: 
     assert ended.returncode == 2
     assert "--profile: 13b-b200: neither a profile (13b-a100, 13b-h100) nor a file" in ended.stderr
     assert "starting Ray" not in ended.stderr
+
+
+PROGRAM = """
+import asyncio, json, sys
+from router.batch import run_batch
+from shared.config import Settings
+
+def rows():
+    for number in range(20):
+        body = {"model": "tiny", "prompt": "beginning " * 100 + str(number), "max_tokens": 4}
+        yield {"custom_id": f"row-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+
+settings = Settings(model="tiny", workers=2, engine="simulator", profile=sys.argv[1])
+report = asyncio.run(run_batch(rows(), sys.argv[2], settings))
+print(json.dumps(report.as_summary()))
+"""
+
+
+def test_a_program_has_rows_answered_by_workers_of_its_own(tmp_path: Path, tag: str) -> None:
+    (tmp_path / "fast.yaml").write_text(PROFILE.to_yaml())
+    program = [sys.executable, "-c", PROGRAM, str(tmp_path / "fast.yaml"), str(tmp_path / "out.jsonl")]
+    ended = subprocess.run(
+        program, env=tagged_environment(tag), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    summary = json.loads(ended.stdout)
+    assert (summary["status"], summary["num_ok"]) == ("completed", 20)
+    records = read_records(tmp_path / "out.jsonl")
+    assert {record["custom_id"] for record in records} == {f"row-{number}" for number in range(20)}

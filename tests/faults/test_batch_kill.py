@@ -1,4 +1,4 @@
-"""A batch process killed without warning, again and again, loses nothing and does nothing twice."""
+"""A batch process that is killed without warning, or has no room to write, loses nothing and does nothing twice."""
 
 from __future__ import annotations
 
@@ -76,3 +76,40 @@ async def test_killed_runs_give_one_row_for_each_input_row_and_compute_no_finish
     assert run > NUM_KILLS
     assert sorted(map(str, (record["custom_id"] for record in records))) == sorted(map(str, ids))
     assert sorted(str(record["custom_id"]) for record in records if record["error"] is not None) == ["None", "bad"]
+
+
+async def run_with_room(input_path: Path, output_path: Path, num_kib: int | None) -> tuple[int | None, str]:
+    """Run the child where no file may grow over a size, which fails as a full disk does; its end and what it says."""
+    limit = "" if num_kib is None else f"ulimit -f {num_kib};"
+    process = await asyncio.create_subprocess_exec(
+        *("bash", "-c", f'{limit} exec "$@"', "bash"),
+        *(sys.executable, "-m", "tests.support.batch_child", input_path, output_path, "0"),
+        cwd=PROJECT,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, told = await process.communicate()
+    return process.returncode, told.decode()
+
+
+async def test_run_that_finds_the_disk_full_stops_with_whole_lines_and_goes_on_once_there_is_room(
+    tmp_path: Path,
+) -> None:
+    rows: list[Any] = [chat_row(f"r{number}", f"text {number}") for number in range(NUM_ROWS)]
+    input_path, output_path = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    for num_kib in (8, 32):
+        code, told = await run_with_room(input_path, output_path, num_kib)
+        assert code == 1
+        assert f"OutputError: output file {output_path}: cannot write: File too large." in told
+        assert "make room and resume the run" in told
+        records = read_records(output_path)
+        assert 0 < len(records) < NUM_ROWS
+        assert (num_kib - 1) << 10 < output_path.stat().st_size <= num_kib << 10
+    before = {record["custom_id"] for record in records if is_final(record)}
+    is_complete = False
+    while not is_complete:
+        assert (await run_with_room(input_path, output_path, None))[0] == 0
+        records = read_records(output_path)
+        assert sorted(record["custom_id"] for record in records) == sorted(f"r{number}" for number in range(NUM_ROWS))
+        assert before <= {record["custom_id"] for record in records if is_final(record)}
+        is_complete = all(map(is_final, records))

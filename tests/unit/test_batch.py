@@ -415,6 +415,25 @@ async def test_full_disk_ends_the_run_with_one_error_and_frees_all(
     assert (await bench.run(rows, bench.fake(), resume=True)).num_ok == 9
 
 
+async def test_input_that_changes_between_check_and_run_is_refused(bench: Bench) -> None:
+    with bench.prepare([chat_row("a"), chat_row("b")]) as prepared:
+        write_rows(bench.input, [chat_row("b"), chat_row("a"), chat_row("c")])
+        with pytest.raises(ConfigError, match=r"in\.jsonl: has changed since it was checked"):
+            list(prepared.read_rows())
+    assert not bench.output.exists()
+
+
+async def test_no_room_for_rows_that_are_read_ahead_ends_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("router.planned_run._Store.put", fail)
+    with pytest.raises(OutputError, match="temporary files: No space left on device"):
+        await bench.run([chat_row(f"r{number}") for number in range(4)], bench.fake())
+    monkeypatch.undo()
+    assert (await bench.run([chat_row(f"r{number}") for number in range(4)], bench.fake(), resume=True)).num_ok == 4
+
+
 async def test_failing_sync_ends_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(journal: Journal) -> None:
         raise OutputError("disk is broken")
