@@ -95,6 +95,14 @@ async def test_only_as_many_rows_are_read_ahead_as_memory_is_meant_for():
     assert bench.run.most_waiting <= 80
 
 
+async def test_only_as_many_bytes_are_put_aside_as_are_meant_for_it():
+    # Some 36 bytes each.
+    bench = Bench(first_rows=10, max_stored_bytes=1000)
+    await bench.run.run(bench.rows(1000))
+    assert sorted(row for row, _ in bench.ran) == list(range(1000))
+    assert 1000 <= bench.run.most_stored_bytes <= 2 * 1050
+
+
 async def test_what_is_put_aside_ends_with_its_last_row():
     bench = Bench(first_rows=10, max_rows=10)
     await bench.run.run(bench.rows(100))
