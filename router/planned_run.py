@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -27,8 +27,10 @@ FIRST_ROWS = 4096
 _GROWTH = 4
 MAX_ROWS = 1 << 18
 """Most rows that are planned together: what a beginning costs for each of them is little by then."""
+MAX_STORED_BYTES = 1 << 30
+"""Most that is put aside of rows that are planned together, on disk but for the first part of it."""
 _MAX_CHAIN_BYTES = 64 << 20
-_MAX_STORED_BYTES = 1 << 30
+"""Most memory for their chains: those of 260,000 prompts of 64 blocks."""
 _IN_MEMORY_BYTES = 32 << 20
 _ROWS_PER_SEQ = 1.25
 """Rows under way for each sequence that a worker runs: the next one is there when a place becomes free."""
@@ -39,29 +41,29 @@ _LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """What a plan needs to know of the workers that there are."""
+class FleetMeans:
+    """The workers that there are, and the means by which a plan weighs rows for them."""
 
     worker_to_room: Mapping[WorkerId, Room]
     pace: Pace
 
 
-FleetView = Callable[[], Fleet | None]
+FleetView = Callable[[], FleetMeans | None]
 
 
-def no_fleet() -> Fleet | None:
+def no_fleet() -> FleetMeans | None:
     """Where nobody tells which workers there are: rows go to any of them."""
     return None
 
 
-def fleet_of(router: Router) -> Fleet | None:
+def fleet_of(router: Router) -> FleetMeans | None:
     """The workers of a router, and what rows take of their time; `None` where there are none now."""
     loads = router.fleet.loads()
     if not len(loads):
         return None
     state = router.queue.fleet_state(loads)
     rooms = zip(loads.workers, loads.max_num_seqs.tolist(), loads.kv_total_blocks.tolist(), strict=True)
-    return Fleet(
+    return FleetMeans(
         {worker: Room(math.ceil(_ROWS_PER_SEQ * seqs), int(_BLOCKS_SHARE * blocks)) for worker, seqs, blocks in rooms},
         # An answer shares its steps with those of the other sequences.
         Pace(state.prefill_s_per_token, state.answer_s / float(loads.max_num_seqs.mean()), state.mean_output_tokens),
@@ -97,6 +99,7 @@ class _Store:
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115
         self.num_bytes = 0
+        self.chain_bytes = 0
         self.num_left = 0
         """Rows that are not taken out yet."""
 
@@ -107,6 +110,7 @@ class _Store:
         self._file.seek(self.num_bytes)
         self._file.write(body + (packed or b""))
         self.num_bytes += len(body) + len(packed or b"")
+        self.chain_bytes += len(outline.chain)
         self.num_left += 1
         return stored
 
@@ -127,7 +131,8 @@ class _Store:
 class PlannedRun(Generic[Item]):
     """Owns a run's plan and its tasks: each row is run once, at most `max_under_way` of them at a time.
 
-    Never more than twice `max_rows` rows are planned and wait. What `carry` raises ends the run.
+    Never more than twice `max_rows` rows are planned and wait, of twice `max_stored_bytes` and a row. What `carry`
+    raises ends the run.
     """
 
     def __init__(
@@ -141,6 +146,7 @@ class PlannedRun(Generic[Item]):
         offload: Offload = asyncio.to_thread,
         first_rows: int = FIRST_ROWS,
         max_rows: int = MAX_ROWS,
+        max_stored_bytes: int = MAX_STORED_BYTES,
     ) -> None:
         self._outline = outline
         self._carry = carry
@@ -149,9 +155,10 @@ class PlannedRun(Generic[Item]):
         self._offload = offload
         self._first_rows = min(first_rows, max_rows)
         self._max_rows = max_rows
+        self._max_stored_bytes = max_stored_bytes
         self.planner: Planner[_Stored[Item]] = Planner(max_under_way=max_under_way)
-        self.most_waiting = 0
-        """Most rows that were planned and not handed out."""
+        self.most_waiting = self.most_stored_bytes = 0
+        """Most rows that were planned and not handed out, and most bytes that were put aside."""
         self._wants_rows = asyncio.Event()
         self._stores: list[_Store] = []
 
@@ -169,7 +176,7 @@ class PlannedRun(Generic[Item]):
                 store.close()
 
     async def _read(self, rows: Iterator[Item]) -> None:
-        """Have rows planned in ever larger numbers, whenever no more wait than the last time were added."""
+        """Have rows planned in ever larger numbers, whenever no more of them wait than may be planned together."""
         size = self._first_rows
         while draft := await self._gathered(rows, size):
             groups = await self._offload(
@@ -181,27 +188,38 @@ class PlannedRun(Generic[Item]):
             )
             self.planner.add(groups)
             self.most_waiting = max(self.most_waiting, self.planner.num_waiting)
+            self.most_stored_bytes = max(self.most_stored_bytes, sum(store.num_bytes for store in self._open_stores()))
             self._fill_all()
             size = min(_GROWTH * size, self._max_rows)
-            while self.planner.num_waiting > self._max_rows:
+            while self._is_far_ahead():
                 self._wants_rows.clear()
                 await self._wants_rows.wait()
 
     async def _gathered(self, rows: Iterator[Item], most: int) -> Draft[_Stored[Item]]:
         draft: Draft[_Stored[Item]] = Draft()
         store = _Store()
-        self._stores = [each for each in self._stores if each.num_left] + [store]
-        chain_bytes = 0
+        self._stores = [*self._open_stores(), store]
         for row in rows:
             outline = await self._outline(row)
             if outline is not None:
                 draft.add(store.put(outline), outline.chain, outline.num_prompt_tokens, outline.urgency)
-                chain_bytes += len(outline.chain)
             # Answers must come through while rows are read.
             await asyncio.sleep(0)
-            if len(draft) >= most or chain_bytes >= _MAX_CHAIN_BYTES or store.num_bytes >= _MAX_STORED_BYTES:
+            if len(draft) >= most or self._is_much([store]):
                 break
         return draft
+
+    def _is_far_ahead(self) -> bool:
+        return self.planner.num_waiting > self._max_rows or self._is_much(self._open_stores())
+
+    def _is_much(self, stores: Sequence[_Store]) -> bool:
+        return (
+            sum(store.num_bytes for store in stores) >= self._max_stored_bytes
+            or sum(store.chain_bytes for store in stores) >= _MAX_CHAIN_BYTES
+        )
+
+    def _open_stores(self) -> list[_Store]:
+        return [store for store in self._stores if store.num_left]
 
     def _fill_all(self) -> None:
         for seat in list(self.planner.seats):
@@ -211,8 +229,7 @@ class PlannedRun(Generic[Item]):
         """Have a seat's next rows run, as many as it may have under way."""
         while (turn := self.planner.take(seat)) is not None:
             self._tasks.create_task(self._run_row(turn))
-        if self.planner.num_waiting <= self._max_rows:
-            self._wants_rows.set()
+        self._wants_rows.set()
 
     async def _run_row(self, turn: Turn[_Stored[Item]]) -> None:
         stored = turn.item

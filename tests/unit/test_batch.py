@@ -19,7 +19,7 @@ from router.batch_file import check_input
 from router.batch_journal import Journal
 from router.batch_report import PossibleHits, quantile
 from router.openai import Usage
-from router.planned_run import Fleet, FleetView, no_fleet
+from router.planned_run import FleetMeans, FleetView, no_fleet
 from router.planner import Pace, Room
 from router.progress import PLAIN_INTERVAL_S, Progress
 from router.requests import Generated, GenerateRequest, RequestTrace, ServiceClass
@@ -243,7 +243,7 @@ async def test_rows_of_one_beginning_go_to_one_worker(bench: Bench) -> None:
     fake = bench.fake()
     rows = [chat_row(f"r{number}", "ab"[number % 2] * 64) for number in range(20)]
     workers = {WorkerId("w0"): Room(2), WorkerId("w1"): Room(2)}
-    await bench.run(rows, fake, fleet=lambda: Fleet(workers, Pace()))
+    await bench.run(rows, fake, fleet=lambda: FleetMeans(workers, Pace()))
     prompt_to_workers: dict[bytes, set[str | None]] = {}
     for request in fake.requests[:16]:
         prompt_to_workers.setdefault(request.token_ids, set()).add(request.worker)

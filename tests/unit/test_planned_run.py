@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.planned_run import Fleet, Outline, PlannedRun, no_fleet
+from router.planned_run import FleetMeans, Outline, PlannedRun, no_fleet
 from router.planner import Pace, Room
 from shared.types import WorkerId
 
@@ -31,8 +31,8 @@ class Bench:
             self.outline, self.carry, **{"block_size_tokens": 16, "max_under_way": 4, "fleet": self.fleet, **options}
         )
 
-    def fleet(self) -> Fleet | None:
-        return None if self.rooms is None else Fleet(self.rooms, Pace())
+    def fleet(self) -> FleetMeans | None:
+        return None if self.rooms is None else FleetMeans(self.rooms, Pace())
 
     def rows(self, num_rows: int) -> Iterator[int]:
         for number in range(num_rows):
@@ -93,6 +93,14 @@ async def test_only_as_many_rows_are_read_ahead_as_memory_is_meant_for():
     await run
     assert bench.num_read == len(bench.ran) == 1000
     assert bench.run.most_waiting <= 80
+
+
+async def test_only_as_many_bytes_are_put_aside_as_are_meant_for_it():
+    # Some 36 bytes each.
+    bench = Bench(first_rows=10, max_stored_bytes=1000)
+    await bench.run.run(bench.rows(1000))
+    assert sorted(row for row, _ in bench.ran) == list(range(1000))
+    assert 1000 <= bench.run.most_stored_bytes <= 2 * 1050
 
 
 async def test_what_is_put_aside_ends_with_its_last_row():
