@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -45,7 +46,10 @@ class WorkerActor:
         self._thread = threading.Thread(target=self._loop.run_forever, name="worker", daemon=True)
         self._thread.start()
         # A worker that comes back, perhaps while the store is away, serves all the same.
-        is_first_life = not ray.get_runtime_context().was_current_actor_reconstructed
+        with warnings.catch_warnings():
+            # Ray's property reads one that Ray has deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            is_first_life = not ray.get_runtime_context().was_current_actor_reconstructed
         self._worker = Worker(
             self._options, _exit_process, ray.util.get_node_ip_address(), must_reach_store=is_first_life
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -79,7 +80,7 @@ def ray_cluster() -> Iterator[RayCluster]:
             RAY_USAGE_STATS_ENABLED="0",
             PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         )
-        command = ["ray", "start", "--head", "--num-cpus=4", "--node-ip-address=127.0.0.1", f"--port={port}"]
+        command = ["ray", "start", "--head", "--num-cpus=4", f"--port={port}"]
         command += [f"--dashboard-port={dashboard_port}", f"--ray-client-server-port={free_port()}"]
         started = subprocess.run(
             [*command, "--dashboard-agent-listen-port=0"],
@@ -92,7 +93,9 @@ def ray_cluster() -> Iterator[RayCluster]:
         )
         try:
             assert started.returncode == 0, started.stdout + started.stderr
-            yield RayCluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}", environment)
+            # Ray takes no loopback address for itself; its jobs are told the one that it has found.
+            (own_address,) = re.findall(r"Local node IP: (\S+)", started.stdout)
+            yield RayCluster(f"{own_address}:{port}", f"http://127.0.0.1:{dashboard_port}", environment)
         finally:
             left = tagged_processes(tag)
             for process in left:
