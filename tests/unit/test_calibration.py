@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from router.calibrate import compare
+from router.calibrate import compare, repeat_error
 from shared.errors import EngineError
 from shared.types import CacheScheme
 from shared.vtime import run_virtual
@@ -82,3 +82,11 @@ def test_samples_that_tell_nothing_of_steps_are_refused():
     info = EngineInfo("none", 16, 8, 2048, 512, "lru")
     with pytest.raises(EngineError, match="the 1 samples do not tell what a step costs"):
         fit([Sample("attention alone", 1, 0, 0, 1e6, 0, 0.0, 1.0)], "none", info, SCHEME)
+
+
+def test_engines_distance_from_itself_is_that_of_the_middle_pass_from_the_fastest() -> None:
+    def passed(*ttfts_s: float) -> list[Timed]:
+        return [Timed([1], 1, ttft_s, 0) for ttft_s in ttfts_s]
+
+    # The first request was a fifth and a half slower than at best, the second was the same twice.
+    assert repeat_error([passed(1.5, 2.0), passed(1.0, 2.0), passed(1.2, 9.0)]) == pytest.approx(0.1)
