@@ -17,7 +17,7 @@ import aiohttp
 
 from shared.errors import ConfigError, EngineError, InvalidRequest, KvrouteError, PinRefused, UnknownPin
 from shared.types import BlockKey, FinishReason, RequestId
-from worker.engines.attached_answers import CompletionStream, ServedModels, ServerMetrics, completion_body
+from worker.engines.attached_answers import CompletionStream, ServedModels, ServerMetrics, another_process, completion_body
 from worker.engines.attached_beat import Beat
 from worker.engines.attached_events import AttachedEvents
 from worker.engines.attached_http import ServerClient, ServerGone
@@ -386,7 +386,7 @@ class AttachedEngine:
         if metrics == ServerMetrics():
             return  # a page that failed says nothing, and must not hide who answered before
         last, self._metrics = self._metrics, metrics
-        evidence = _another_process(last, metrics)
+        evidence = another_process(last, metrics)
         if evidence is not None:
             self._died(f"another process answers: {evidence}")
         if metrics.num_running is not None:
@@ -407,15 +407,6 @@ class AttachedEngine:
                 if live.response is not None:
                     live.response.close()
             self._on_death(self._death)
-
-
-def _another_process(last: ServerMetrics, now: ServerMetrics) -> str | None:
-    """What shows that these are not of one process; None if nothing does."""
-    if last.started_at_s is not None and now.started_at_s is not None and last.started_at_s != now.started_at_s:
-        return "it began at another time"
-    if last.num_tokens is not None and now.num_tokens is not None and now.num_tokens < last.num_tokens:
-        return f"it has computed {now.num_tokens:g} tokens after {last.num_tokens:g}"
-    return None
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:

@@ -285,3 +285,12 @@ def _told(text: str | bytes) -> str:
     told = text[: 4 * _MAX_MESSAGE_CHARS].decode("utf-8", errors="replace") if isinstance(text, bytes) else text
     told = "".join(char if char.isprintable() else " " for char in told[:_MAX_MESSAGE_CHARS])
     return told or "(nothing)"
+
+
+def another_process(last: ServerMetrics, now: ServerMetrics) -> str | None:
+    """What shows that these are not of one process; None if nothing does."""
+    if last.started_at_s is not None and now.started_at_s is not None and last.started_at_s != now.started_at_s:
+        return "it began at another time"
+    if last.num_tokens is not None and now.num_tokens is not None and now.num_tokens < last.num_tokens:
+        return f"it has computed {now.num_tokens:g} tokens after {last.num_tokens:g}"
+    return None
