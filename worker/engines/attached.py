@@ -17,10 +17,16 @@ import aiohttp
 
 from shared.errors import ConfigError, EngineError, InvalidRequest, KvrouteError, PinRefused, UnknownPin
 from shared.types import BlockKey, FinishReason, RequestId
-from worker.engines.attached_answers import CompletionStream, ServedModels, ServerMetrics, another_process, completion_body
+from worker.engines.attached_answers import (
+    CompletionStream,
+    ServedModels,
+    ServerMetrics,
+    another_process,
+    completion_body,
+)
 from worker.engines.attached_beat import Beat
 from worker.engines.attached_events import AttachedEvents
-from worker.engines.attached_http import ServerClient, ServerGone
+from worker.engines.attached_http import ServerClient, ServerGone, drain
 from worker.engines.attached_options import AttachedOptions
 from worker.engines.attached_steps import StreamSteps
 from worker.engines.base import (
@@ -37,8 +43,6 @@ from worker.engines.base import (
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_S = 1.0
-"""Longest wait for the end of an answer that is told in full, after which its connection is given up."""
 _NO_PINS = "the server is somebody else's, and lets nobody keep blocks in its pool"
 
 
@@ -173,7 +177,7 @@ class AttachedEngine:
                 if stream.is_done:
                     is_ended = True
                     yield self._end_of(stream, held)
-                    await _drain(response)
+                    await drain(response)
         except InvalidRequest as error:
             if request.sampling.json_schema:
                 error.param = error.param or "response_format"  # of a schema servers tell no field
@@ -407,11 +411,3 @@ class AttachedEngine:
                 if live.response is not None:
                     live.response.close()
             self._on_death(self._death)
-
-
-async def _drain(response: aiohttp.ClientResponse) -> None:
-    """Read what follows the end of an answer, which is nothing, so that the connection can be used again."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_S):
-            async for _ in response.content.iter_any():
-                pass

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -22,6 +23,8 @@ from worker.engines.attached_options import AttachedServer
 _KEEP_ALIVE_S = 2.0
 """Less than the 5 s after which vLLM's server closes a connection: of one that both pick up and close, nobody knows
 whether the request was taken."""
+_DRAIN_S = 1.0
+"""Longest wait for the end of an answer that is told in full, after which its connection is given up."""
 _MAX_ANSWER_BYTES = 16 << 20
 _MAX_ERROR_BYTES = 64 << 10
 
@@ -104,7 +107,7 @@ class ServerClient:
         if status != 200:
             raise error_of_response(status, None, raw)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def completion(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer to one completion, to be read as it comes. Left early it closes the connection, which has the
         server free the request.
@@ -154,3 +157,11 @@ def _json(raw: bytes, path: str) -> Any:
 
 def _words(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+async def drain(response: aiohttp.ClientResponse) -> None:
+    """Read what follows the end of an answer, which is nothing, so that the connection can be used again."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            async for _ in response.content.iter_any():
+                pass
