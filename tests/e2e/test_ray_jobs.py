@@ -24,7 +24,7 @@ from tests.support.machines_on_loopback import free_port
 
 pytest.importorskip("ray", reason="needs Ray")
 
-pytestmark = [pytest.mark.ray, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 DEADLINE_S = 900.0
 SIMULATED = ["--engine", "simulator", "--model", "tiny", "--workers", "2"]
