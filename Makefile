@@ -34,7 +34,7 @@ test: $(INSTALLED) ## Run all tests, those with a real store, Ray and vLLM inclu
 	@echo "test: running all tests" >&2
 	@$(BIN)/python -m pytest $(ARGS)
 
-cluster-test: $(INSTALLED) ## Bring up cluster.yaml on machines of loopback, lose a node, and run jobs on it
+cluster-test: $(INSTALLED) ## Bring up cluster.yaml on machines of loopback, lose a node, run jobs of Ray
 	@echo "cluster-test: needs openssh-server and rsync" >&2
 	@$(BIN)/python -m pytest -m cluster $(ARGS)
 

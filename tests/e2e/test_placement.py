@@ -18,8 +18,8 @@ from tests.support.placed import Placed
 ray = pytest.importorskip("ray", reason="needs Ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs Ray")
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-DEADLINE_S = 180.0
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+DEADLINE_S = 600.0
 PAIR = WorkerResources(num_cpus=1, num_gpus=2)
 """A worker of two GPUs, as one of tensor parallel size 2."""
 

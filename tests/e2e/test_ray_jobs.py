@@ -24,9 +24,9 @@ from tests.support.machines_on_loopback import free_port
 
 pytest.importorskip("ray", reason="needs Ray")
 
-pytestmark = [pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(3600)]
 
-DEADLINE_S = 240.0
+DEADLINE_S = 900.0
 SIMULATED = ["--engine", "simulator", "--model", "tiny", "--workers", "2"]
 
 

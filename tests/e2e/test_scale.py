@@ -40,7 +40,7 @@ async def test_workers_come_and_go_under_a_router_that_loses_nothing(
 ) -> None:
     async with deployment.under_load() as asked:
         code, told = await deployment.run("scale", "999")
-        assert (code, "too many workers: 999 workers need 999 CPU" in told) == (2, True), told
+        assert (code, "too many workers: 999 workers need 1 CPU each" in told) == (2, True), told
 
         code, told = await deployment.run("scale", "2")
         assert (code, "2 workers serve tiny: w0, w1" in told) == (0, True), told
