@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from shared.types import BlockKey, WorkerId
 
 SETTLE_S = 2.0
-"""How long a promise outlives the first token: ample for the worker's events to reach the directory."""
+"""How long a promise outlives the first token: ample for the worker's events to reach the directory, which take their
+time however fast the workers compute. What the directory knows the promise says no more."""
 
 
 OnChange = Callable[[WorkerId, Sequence[BlockKey], int], None]

@@ -73,6 +73,10 @@ class Shares:
     Nobody starves: while requests wait behind a more urgent class or priority, a sixteenth of what is served goes to
     the one of them that has waited longest.
 
+    All of this holds for what one router sends. Several routers know nothing of each other's tenants: where their
+    requests are dealt out evenly each tenant gets its share of the whole, and one that comes by fewer routers than
+    others gets less.
+
     A lane that holds nothing is gone as soon as the others of its class have had as much, at the latest when none of
     them holds anything.
     """
@@ -180,9 +184,13 @@ class Shares:
 
     def refund(self, request: GenerateRequest, own_tokens: int, expected_output_tokens: int) -> None:
         """A worker did not take a request that was charged for. Modifies; nothing where the lane is forgotten."""
-        lane = self.lane(request)
+        lane, account = self.lane(request), self._accounts[request.service_class]
+        tokens = own_tokens + _OUTPUT_TOKEN_WEIGHT * expected_output_tokens
         if lane is not None:
-            self._had[lane.number] -= (own_tokens + _OUTPUT_TOKEN_WEIGHT * expected_output_tokens) / lane.weight
+            self._had[lane.number] -= tokens / lane.weight
+        if account.num_waiting:
+            # Else refusals alone would carry time past all lanes, and none would count as behind another.
+            account.now = max(0.0, account.now - tokens / account.waiting_weight)
 
     def precedence(self, table: HeldTable, urgency: Floats, is_parked: Flags) -> tuple[Floats, Flags]:
         """The order of all rows as numbers, greatest first, and which of them are passed over for others.

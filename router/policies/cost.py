@@ -31,7 +31,7 @@ class CostWeights:
     away_from_home: float = 0.2
     """With several routers each has workers of its own that it goes to at about equal cost, so that they do not collide
     where workers are busy; where none is, all agree on one worker for each prompt that nobody holds."""
-    crowd: float = 0.5
+    crowd: float = 0.35
     """More requests than its share make every step longer, and leave a place empty elsewhere."""
     room: float = 1.0
     """Time until answers have ended that leave a slot and the blocks. Without it a request waits for the slots of a

@@ -94,6 +94,18 @@ def test_a_fleet_and_its_traffic_slowed_down_alike_decide_alike(factor: float, n
     assert (base.num_refusals > 0) == (num_routers > 1)
 
 
+@pytest.mark.parametrize("num_routers", [1, 4])
+@pytest.mark.parametrize("settle_s", [0.25, 16.0])
+def test_how_long_a_promise_outlives_its_first_token_decides_nothing(
+    settle_s: float, num_routers: int, monkeypatch: pytest.MonkeyPatch
+):
+    # So it may be a time of its own, whatever the speed of a fleet.
+    spec = replace(SPEC, num_routers=num_routers)
+    base = simulate(spec, make_policy("cost"), arrivals(200, 60.0))
+    monkeypatch.setattr("router.hints.SETTLE_S", settle_s)
+    assert decisions(simulate(spec, make_policy("cost"), arrivals(200, 60.0))) == decisions(base)
+
+
 class EarlyCost(CostPolicy):
     """The same costs; every request goes at once to where it costs least."""
 
