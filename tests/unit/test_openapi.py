@@ -87,6 +87,17 @@ def test_requests_made_from_the_description_never_break_the_server(url: str) -> 
     assert {200, 400, 404} <= statuses
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_streams_are_as_described(url: str, path: str) -> None:
+    # Made-up requests seldom ask for one.
+    operation = schemathesis.openapi.from_url(f"{url}/openapi.json")[path]["POST"]
+    subject = {"messages": [{"role": "user", "content": "Hi"}]} if path.startswith("/v1/chat") else {"prompt": "Hi"}
+    case = operation.Case(body={"model": MODEL, "stream": True, **subject}, media_type="application/json")
+    response = case.call(base_url=url)
+    assert response.status_code == 200
+    case.validate_response(response, checks=(status_code_conformance, response_schema_conformance))
+
+
 def test_broken_requests_made_from_the_description_are_refused(url: str) -> None:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     for result in schema.get_all_operations():
