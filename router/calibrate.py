@@ -101,8 +101,7 @@ def repeat_error(passes: Sequence[Sequence[Timed]]) -> float:
     What a quiet machine would show is some percent; no prediction can be held to less than this.
     """
     times_s = [[timed.ttft_s for timed in of_request] for of_request in zip(*passes, strict=True)]
-    error: float = mean(median(of_request) / min(of_request) - 1.0 for of_request in times_s)
-    return error
+    return float(mean(median(of_request) / min(of_request) - 1.0 for of_request in times_s))
 
 
 async def _demo_prompts(folder: Path, max_model_len_tokens: int) -> list[list[int]]:

@@ -88,5 +88,5 @@ def test_engines_distance_from_itself_is_that_of_the_middle_pass_from_the_fastes
     def passed(*ttfts_s: float) -> list[Timed]:
         return [Timed([1], 1, ttft_s, 0) for ttft_s in ttfts_s]
 
-    # The first request was a fifth and a half slower than at best, the second was the same twice.
+    # The first request took a fifth longer in the middle than at best, the second as long.
     assert repeat_error([passed(1.5, 2.0), passed(1.0, 2.0), passed(1.2, 9.0)]) == pytest.approx(0.1)
