@@ -52,6 +52,7 @@ class _Walk:
                 RequestId(f"r{self.num_made}"),
                 pack_tokens(range(self.rng.randint(1, 90))),
                 Sampling(max_tokens=1),
+                worker=WorkerId("w1") if self.rng.random() < 0.2 else None,
             ),
             keys,
             ordinal=self.num_made,
