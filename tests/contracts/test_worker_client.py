@@ -568,14 +568,17 @@ async def test_strangers_close_only_their_own_connection(rig: Rig) -> None:
 
 
 async def test_router_and_worker_of_other_protocols_are_told_both(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, next_one = PROTOCOL_VERSION, PROTOCOL_VERSION + 1
     client, connect = rig.client()
-    connect.wrap = _OfAnotherVersion
-    with pytest.raises(WorkerLost, match=r"the router speaks protocol 2, this worker \(kvroute .*\) protocol 1"):
+    connect.wrap = functools.partial(_OfAnotherVersion, protocol=next_one)
+    told = rf"the router speaks protocol {next_one}, this worker \(kvroute .*\) protocol {ours}"
+    with pytest.raises(WorkerLost, match=told):
         await client.connect()
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 2)
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", next_one)
     client, connect = rig.client()
-    connect.wrap = functools.partial(_OfAnotherVersion, protocol=1)
-    with pytest.raises(WorkerLost, match=r"the router speaks protocol 1, this worker \(kvroute .*\) protocol 2"):
+    connect.wrap = functools.partial(_OfAnotherVersion, protocol=ours)
+    told = rf"the router speaks protocol {ours}, this worker \(kvroute .*\) protocol {next_one}"
+    with pytest.raises(WorkerLost, match=told):
         await client.connect()
     assert (rig.host.counts.num_rejected, rig.host.num_sessions) == (2, 0)
 
@@ -583,7 +586,7 @@ async def test_router_and_worker_of_other_protocols_are_told_both(rig: Rig, monk
 class _OfAnotherVersion:
     """A channel that a router of another protocol says hello through, in words of its own."""
 
-    def __init__(self, channel: Channel, protocol: int = 2) -> None:
+    def __init__(self, channel: Channel, protocol: int) -> None:
         self._channel = channel
         self._protocol = protocol
         self.receive_limit_bytes = channel.receive_limit_bytes
