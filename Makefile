@@ -50,7 +50,7 @@ bench: $(INSTALLED) ## Run the benchmarks; they print one JSON line each
 	  test -e "$$file" || { echo "bench: tests/bench holds no benchmark" >&2; exit 1; }; \
 	  module=$${file%.py}; $(BIN)/python -m "$${module//\//.}" --json $(ARGS); \
 	done
-	@for name in blocks decision directory http streams tokenise transport; do $(BIN)/kvroute bench $$name --json; done
+	@for name in batch blocks decision directory http planner streams tokenise transport; do $(BIN)/kvroute bench $$name --json; done
 
 gpu-check: ## On a machine with a GPU: run the real-engine tests and the demo there, print one report
 	@.ci/gpu_check.sh $(VENV)
