@@ -208,7 +208,7 @@ def test_version_and_help_answer_without_starting_anything(tag: str) -> None:
     [
         (["batch", "missing.jsonl", "-o", "out.jsonl", "--model", "tiny"], "missing.jsonl"),
         (["batch", "empty.jsonl", "-o", "out.jsonl", "--model", "tiny"], "empty"),
-        (["batch", "twice.jsonl", "-o", "out.jsonl", "--model", "tiny"], "row-0"),
+        (["batch", "twice.jsonl", "-o", "out.jsonl", "--model", "tiny"], "has the same custom_id"),
         (["batch", "rows.jsonl", "-o", "there.jsonl", "--model", "tiny"], "--resume"),
         (["batch", "rows.jsonl", "-o", "out.jsonl", "--model", "another"], "another"),
         (["batch", "rows.jsonl", "-o", "out.jsonl"], "--model"),
