@@ -18,7 +18,8 @@ from shared.errors import ProtocolError
 from shared.types import Epoch, FinishReason, Instance, RequestId, RouterId, Sampling, WorkerId, WorkerStatus
 from shared.wire import fields_of, from_fields, pack, unpack
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+"""Version 1 knew neither forms of answers nor more than their tokens, and took no field that it did not know."""
 MAX_KEYS_PER_PART = 4096
 """Most keys in one `ResidentKeys`: frames of tokens pass in between."""
 

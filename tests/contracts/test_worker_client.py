@@ -19,7 +19,6 @@ import pytest
 from shared.errors import AuthenticationFailed, ContextTooLong, EngineError, InvalidRequest, Overloaded, WorkerLost
 from shared.hashing import pack_tokens
 from shared.messages import PROTOCOL_VERSION, Ack, Delta, Hello, Submit, decode, encode
-from shared.transport import handshake
 from shared.transport.base import Channel, Timings
 from shared.transport.client import ChannelClient
 from shared.transport.handshake import greet_worker
@@ -567,23 +566,20 @@ async def test_strangers_close_only_their_own_connection(rig: Rig) -> None:
     assert tokens_of(await collect(submit(client, "a", PROMPT, 10))) == fake_tokens(PROMPT, 10)
 
 
-async def test_router_and_worker_of_other_protocols_are_told_both(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, connect = rig.client()
-    connect.wrap = _OfAnotherVersion
-    with pytest.raises(WorkerLost, match=r"the router speaks protocol 2, this worker \(kvroute .*\) protocol 1"):
-        await client.connect()
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 2)
-    client, connect = rig.client()
-    connect.wrap = functools.partial(_OfAnotherVersion, protocol=1)
-    with pytest.raises(WorkerLost, match=r"the router speaks protocol 1, this worker \(kvroute .*\) protocol 2"):
-        await client.connect()
+async def test_router_and_worker_of_other_protocols_are_told_both(rig: Rig) -> None:
+    for protocol in (PROTOCOL_VERSION + 1, PROTOCOL_VERSION - 1):
+        client, connect = rig.client()
+        connect.wrap = functools.partial(_OfAnotherVersion, protocol=protocol)
+        told = rf"the router speaks protocol {protocol}, this worker \(kvroute .*\) protocol {PROTOCOL_VERSION}"
+        with pytest.raises(WorkerLost, match=told):
+            await client.connect()
     assert (rig.host.counts.num_rejected, rig.host.num_sessions) == (2, 0)
 
 
 class _OfAnotherVersion:
     """A channel that a router of another protocol says hello through, in words of its own."""
 
-    def __init__(self, channel: Channel, protocol: int = 2) -> None:
+    def __init__(self, channel: Channel, protocol: int) -> None:
         self._channel = channel
         self._protocol = protocol
         self.receive_limit_bytes = channel.receive_limit_bytes
