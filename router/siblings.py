@@ -18,6 +18,7 @@ from router.serving import Say
 
 logger = logging.getLogger(__name__)
 
+_CHILD = ("-m", "router.serve_child")
 _RESTART_S = 1.0
 _LAST_WORDS_S = 5.0
 
@@ -30,17 +31,18 @@ class Siblings:
         self._orders = [json.dumps(order).encode() + b"\n" for order in orders]
         self._drain_timeout_s = drain_timeout_s
         self._say = say
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        """The last one of each number, from the moment that it runs: it may have to end before it is ready."""
         self._watchers: list[asyncio.Task[None]] = []
         self._is_ending = False
 
     async def __aenter__(self) -> Siblings:
         try:
-            self._processes = list(await asyncio.gather(*map(self._start, self._orders)))
+            await asyncio.gather(*map(self._start, range(len(self._orders))))
         except BaseException:
             await self.__aexit__()
             raise
-        self._watchers = [asyncio.create_task(self._watch(number)) for number in range(len(self._processes))]
+        self._watchers = [asyncio.create_task(self._watch(number)) for number in range(len(self._orders))]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -48,7 +50,7 @@ class Siblings:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        for process in self._processes:
+        for process in list(self._processes.values()):
             try:
                 async with asyncio.timeout(self._drain_timeout_s + _LAST_WORDS_S):
                     await process.wait()
@@ -60,37 +62,39 @@ class Siblings:
     def end(self) -> None:
         """Have them finish what they have and end."""
         self._is_ending = True
-        for process in self._processes:
+        for process in list(self._processes.values()):
             if process.stdin is not None:
                 process.stdin.close()
 
     async def ended(self) -> None:
         """Wait until all have ended, once they were told to."""
-        for process in self._processes:
+        for process in list(self._processes.values()):
             await process.wait()
 
     def cut(self) -> None:
         """Have those that still live cut off what they have."""
-        for process in self._processes:
+        for process in list(self._processes.values()):
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
 
-    async def _start(self, order: bytes) -> asyncio.subprocess.Process:
+    async def _start(self, number: int) -> None:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router.serve_child"),
+            *(sys.executable, *_CHILD),
             stdin=pipe,
             stdout=pipe,
             # Ctrl-C at a terminal is for the first process, which then tells the others.
             start_new_session=True,
         )
+        self._processes[number] = process
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(order)
+        process.stdin.write(self._orders[number])
+        if self._is_ending:
+            process.stdin.close()
         if await process.stdout.readline() != b"ready\n":
             await process.wait()
             raise ChildProcessError("a server process did not start; its log says why")
-        return process
 
     async def _watch(self, number: int) -> None:
         """Start a process again whenever it has ended by itself."""
@@ -100,7 +104,9 @@ class Siblings:
                 return
             self._say(f"server process {number + 1} has ended with {code}: it is started again")
             await asyncio.sleep(_RESTART_S)
+            if self._is_ending:
+                return
             try:
-                self._processes[number] = await self._start(self._orders[number])
+                await self._start(number)
             except (OSError, ChildProcessError) as error:
                 logger.error("server process %s cannot be started: %s", number + 1, error)

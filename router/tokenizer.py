@@ -317,8 +317,17 @@ def _num_chars(subject: str | Sequence[Message], tools: Sequence[Mapping[str, An
     """About how much work it is to render and cut this."""
     if isinstance(subject, str):
         return len(subject)
-    text_chars = sum(len(value) for message in subject for value in message.values() if isinstance(value, str))
-    return text_chars + _CHARS_PER_MESSAGE * (len(subject) + len(tools or ()))
+    text_chars = sum(map(_text_chars, subject))
+    return text_chars + _CHARS_PER_MESSAGE * (len(subject) + len(tools or ())) + (_text_chars(tools) if tools else 0)
+
+
+def _text_chars(value: Any) -> int:
+    """Length of all text in a value, at any depth: a call's arguments weigh as much as what is said."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum([_text_chars(item) for item in value.values()])
+    return sum([_text_chars(item) for item in value]) if isinstance(value, list | tuple) else 1
 
 
 def _eos_token_ids(folder: Path, tokenizers_own: int | None) -> set[int]:

@@ -19,6 +19,7 @@ from shared.types import Epoch, FinishReason, Instance, RequestId, RouterId, Sam
 from shared.wire import fields_of, from_fields, pack, unpack
 
 PROTOCOL_VERSION = 2
+"""Version 1 knew neither forms of answers nor more than their tokens, and took no field that it did not know."""
 MAX_KEYS_PER_PART = 4096
 """Most keys in one `ResidentKeys`: frames of tokens pass in between."""
 

@@ -19,7 +19,6 @@ import pytest
 from shared.errors import AuthenticationFailed, ContextTooLong, EngineError, InvalidRequest, Overloaded, WorkerLost
 from shared.hashing import pack_tokens
 from shared.messages import PROTOCOL_VERSION, Ack, Delta, Hello, Submit, decode, encode
-from shared.transport import handshake
 from shared.transport.base import Channel, Timings
 from shared.transport.client import ChannelClient
 from shared.transport.handshake import greet_worker

@@ -100,11 +100,12 @@ class Asking:
     """One request to a front, whose caller may go away at any time."""
 
     def __init__(self, front: Any, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+        path, _, query = path.partition("?")
         scope = {
             "type": "http",
             "method": method,
             "path": path,
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()],
         }
         self._body: bytes | None = body

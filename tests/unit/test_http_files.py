@@ -147,6 +147,9 @@ async def test_file_is_kept_listed_given_back_and_deleted(tokenizer: Tokenizer, 
         other = (await one.upload(b"{}")).json["id"]
         page = (await one.ask("/v1/files")).json
         assert {body["id"] for body in page["data"]} == {file_id, other}
+        assert len((await one.ask("/v1/files?limit=1")).json["data"]) == 1
+        for limit in ("0", "10001", "-1", "x", "0000000001" + "0" * 5000):
+            assert (await one.ask(f"/v1/files?limit={limit}")).error == (400, "invalid_value", "limit"), limit
         assert (await one.ask(f"/v1/files/{file_id}/content")).body == content
         assert (await one.ask(f"/v1/files/{file_id}", method="DELETE")).json["deleted"] is True
         for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content"):

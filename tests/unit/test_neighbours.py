@@ -15,6 +15,7 @@ from shared.types import (
     CacheScheme,
     FinishReason,
     Instance,
+    Reading,
     RequestId,
     RouterId,
     Sampling,
@@ -106,7 +107,7 @@ def test_what_an_older_version_knows_stands_where_it_stood(old: str, new: bytes)
     assert_begins(msgpack.unpackb(new), msgpack.unpackb(bytes.fromhex(old)))
 
 
-@pytest.mark.parametrize("message", [SUBMIT, FRAME, Hello(1, RouterId("r"), b"s" * 16, b"n", b"p", 0)])
+@pytest.mark.parametrize("message", [SUBMIT, FRAME, Hello(PROTOCOL_VERSION, RouterId("r"), b"s" * 16, b"n", b"p", 0)])
 def test_what_a_newer_version_says_beyond_is_left_out(message: object) -> None:
     kind = msgpack.unpackb(encode(message))[0]
     assert decode(msgpack.packb([kind, *grown(message)])) == message
@@ -143,3 +144,16 @@ def test_only_trailing_fields_have_defaults(record_type: Any) -> None:
 )
 def test_version_of_a_hello_is_read_whatever_follows_it(raw: bytes, protocol: int | None) -> None:
     assert protocol_of(raw) == protocol
+
+
+def test_how_to_sample_is_the_same_in_all_of_a_version() -> None:
+    """A worker that passes over what it does not know of this answers something else than it was asked for."""
+    known = [field.name for record in (Sampling, Reading) for field in dataclasses.fields(record)]
+    assert (PROTOCOL_VERSION, known) == (
+        2,
+        [
+            *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
+            *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "logprobs", "json_schema", "reading"),
+            *("tools", "tool_choice", "tool_name", "has_parallel_calls", "is_streamed", "stop"),
+        ],
+    )

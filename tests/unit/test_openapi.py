@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
@@ -127,3 +128,27 @@ async def test_every_address_is_described_and_served(tmp_path: Path) -> None:
         answered = await ask(front, re.sub("{.*?}", "x", path), method="PATCH")
         assert answered.status == 405
         assert {method.lower() for method in answered.headers["allow"].split(", ")} == set(operations)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_taken"),
+    [
+        ({"content": None, "tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]}, True),
+        ({"tool_calls": [{"id": "x", "type": "function", "function": {"name": "f"}}], "reasoning": "Hm."}, True),
+        ({"content": "Hi", "tool_calls": None}, True),
+        ({"content": "Hi", "tool_calls": []}, True),
+        ({"content": None}, False),
+        ({"content": None, "tool_calls": []}, False),
+        ({"tool_calls": [{"function": {}}]}, False),
+    ],
+)
+async def test_what_an_assistant_has_said_is_taken_as_described(
+    tmp_path: Path, message: dict[str, Any], is_taken: bool
+) -> None:
+    tokenizer = Tokenizer(write_model_folder(tmp_path))
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer)
+    described = (await ask(front, "/openapi.json")).json
+    body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "assistant", **message}]}
+    schema = {"$ref": "#/components/schemas/ChatRequest", "components": described["components"]}
+    assert jsonschema.Draft202012Validator(schema).is_valid(body) == is_taken
+    assert (await ask(front, "/v1/chat/completions", body)).status == (200 if is_taken else 400)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router import siblings
 from router.sibling_metrics import METRICS, all_metrics, merged_metrics
 from router.sibling_words import Place, telling_siblings
 from router.tokenizer import Tokenizer
@@ -80,3 +81,31 @@ async def test_sibling_that_asks_for_nonsense_gets_nothing(tmp_path: Path) -> No
         async with telling_siblings(listener, {METRICS: metrics}), asyncio.timeout(30.0):
             assert await Place(tmp_path, 1, 2).ask_others("nonsense") == {0: None}
             assert await Place(tmp_path, 1, 2).ask_others(METRICS) == {0: b"told"}
+
+
+STUBBORN = """
+import json, pathlib, sys
+folder = pathlib.Path(json.loads(sys.stdin.readline())["folder"])
+if (folder / "first").exists():
+    (folder / "second").touch()
+    sys.stdin.read()
+    (folder / "ended").touch()
+else:
+    (folder / "first").touch()
+    print("ready", flush=True)
+"""
+"""A process that ends as soon as it is ready, and the second time is never ready."""
+
+
+async def test_process_that_is_being_started_again_ends_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "_CHILD", ("-c", STUBBORN))
+    monkeypatch.setattr(siblings, "_RESTART_S", 0.0)
+    async with siblings.Siblings([{"folder": str(tmp_path)}], 60.0, lambda line: None) as others:
+        async with asyncio.timeout(60.0):
+            while not (tmp_path / "second").exists():
+                await asyncio.sleep(0.01)
+            others.end()
+            await others.ended()
+        assert (tmp_path / "ended").exists()

@@ -155,7 +155,11 @@ async def test_very_long_conversation_is_rendered_in_a_thread(
     await tokenizer.tokens_of(messages=user("x"))
     await tokenizer.tokens_of(messages=user("x" * 200_000))
     await tokenizer.tokens_of(messages=user("x") * 1_000)
-    assert seen == [True, False, False]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": ["x" * 200_000]}}}
+    await tokenizer.tokens_of(messages=[*user("x"), {"role": "assistant", "content": "", "tool_calls": [call]}])
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 200_000}}
+    await tokenizer.tokens_of(messages=user("x"), tools=[tool])
+    assert seen == [True, False, False, False, False]
 
 
 async def test_tokens_of_a_request_are_those_of_the_plain_calls(tokenizer: Tokenizer) -> None:

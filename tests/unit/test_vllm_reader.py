@@ -28,6 +28,8 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "add"}},
 ]
+BROKEN_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 5}}}}
+"""With a schema that some of vLLM's parsers trip over."""
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 SECOND_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, 2]}}\n</tool_call>'
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
@@ -181,6 +183,7 @@ def test_schema_and_tools_together_leave_the_model_the_choice(tokenizer: Any) ->
         (("", ""), Sampling(1, reading=reading()), "tools"),
         (("", ""), Sampling(1, reading=reading(ToolChoice.NONE, None)), "messages"),
         (("hermes", ""), Sampling(1, reading=reading(tools=[{"type": "function", "function": {"name": 7}}])), "tools"),
+        (("glm45", ""), Sampling(1, reading=reading(tools=[BROKEN_TOOL])), "tools"),
         (("hermes", ""), Sampling(1, reading=reading(), json_schema='{"not":{}}'), "response_format"),
         (
             ("hermes", ""),

@@ -82,9 +82,6 @@ class AnswerReaders:
         if self._parser_type is None:
             raise InvalidRequest("this worker has no parser to read answers with", param="messages")
         check_schema(sampling)
-        from pydantic import ValidationError
-        from vllm.exceptions import VLLMClientError
-
         try:
             chat = _chat_request(sampling, reading)
             tools: Any = chat.tools
@@ -92,7 +89,10 @@ class AnswerReaders:
             if self._has_reasoning_parser or reading.tool_choice is not ToolChoice.NONE:
                 # What it gives back is the request that it was given, or a copy of it.
                 chat = cast("ChatCompletionRequest", parser.adjust_request(chat))
-        except (ValidationError, VLLMClientError, ValueError) as error:
+        except InvalidRequest:
+            raise
+        except Exception as error:
+            # Each model's parser looks at schemas in its own way, and raises whatever it trips over in a caller's.
             raise InvalidRequest(f"Invalid 'tools': {_first_fault(error)}", param="tools") from error
         if sampling.json_schema and reading.tool_choice is ToolChoice.AUTO:
             constraint = chat.structured_outputs
