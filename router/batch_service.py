@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,7 +148,9 @@ class BatchService:
             now_s = asyncio.get_running_loop().time()
             if now_s - counted_at_s >= _COUNT_S:
                 counted_at_s = now_s
-                self._book.write(record)
+                # Results are what counts: if there is no room for them, their own file says so.
+                with contextlib.suppress(OSError):
+                    self._book.write(record)
 
         with prepared:
             record.num_total = prepared.num_rows
@@ -199,8 +201,8 @@ class BatchService:
         results = self._book.results(record.id)
         output, errors = self._files.new_path(), self._files.new_path()
         if results.exists():
-            with results.open("rb") as lines, output.open("wb") as answered, errors.open("wb") as failed:
-                for line in lines:
+            with output.open("wb") as answered, errors.open("wb") as failed:
+                for line in _whole_lines(results):
                     (answered if json.loads(line)["error"] is None else failed).write(line)
             record.num_completed, record.num_failed = _counts(results)
             record.output_file_id = self._keep(output, record, "output")
@@ -222,11 +224,18 @@ class BatchService:
 def _counts(results: Path) -> tuple[int, int]:
     """Rows that have an answer and rows that have an error."""
     num_rows = num_failed = 0
+    for line in _whole_lines(results):
+        num_rows += 1
+        num_failed += json.loads(line)["error"] is not None
+    return num_rows - num_failed, num_failed
+
+
+def _whole_lines(results: Path) -> Iterator[bytes]:
+    """Lines without a torn last one, which a power cut may leave; none where there is no file."""
     with contextlib.suppress(FileNotFoundError), results.open("rb") as lines:
         for line in lines:
-            num_rows += 1
-            num_failed += json.loads(line)["error"] is not None
-    return num_rows - num_failed, num_failed
+            if line.endswith(b"\n"):
+                yield line
 
 
 @contextlib.asynccontextmanager
