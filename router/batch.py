@@ -80,7 +80,7 @@ class PreparedBatch:
                 of others.
         """
         check_unchanged(self.source, self.summary)
-        return read_rows(self.source)
+        return read_rows(self.source, self.summary.versions)
 
     def __enter__(self) -> PreparedBatch:
         return self

@@ -69,6 +69,8 @@ def _job(own: Mapping[str, Any], max_errors: int | None) -> BatchJob:
         raise ConfigError(f"--summary {summary_path}: there is no such folder")
     shard = Shard() if own["shard"] is None else Shard.parse(own["shard"])
     source = BatchInput(find_files(own["input"]), shard)
+    if summary_path is not None and os.path.realpath(summary_path) in map(os.path.realpath, source.paths):
+        raise ConfigError(f"--summary {summary_path}: is an input file, which it would take the place of")
     return BatchJob(source, own["output"], own["error_file"], own["resume"], max_errors)
 
 

@@ -6,7 +6,7 @@ The input is never held in memory. Nothing here knows how a row is computed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -110,14 +110,16 @@ class InputSummary:
     """Of the files that were read."""
 
 
-def read_rows(source: Path | BatchInput) -> Iterator[Row]:
+def read_rows(source: Path | BatchInput, versions: Sequence[FileVersion] = ()) -> Iterator[Row]:
     """The rows that a batch answers, in the input's order, one line in memory at a time; blank lines are skipped.
 
+    With the `versions` that were checked, each file is compared once more as its turn comes, hours later it may be.
+
     Raises:
-        ConfigError: a file cannot be read, or is not UTF-8; names file and line.
+        ConfigError: a file cannot be read, is not UTF-8, or has changed; names file and line.
     """
     source = BatchInput.of(source)
-    for key, file, line, raw in _raw_rows(source):
+    for key, file, line, raw in _raw_rows(source, versions):
         if key in source.shard:
             yield _row(source, key, file, line, raw)
 
@@ -163,8 +165,12 @@ def check_input(source: Path | BatchInput, *, served_model: str) -> InputSummary
 def check_unchanged(source: BatchInput, summary: InputSummary) -> None:
     """Raises `ConfigError` if a file is no longer the one that was checked, by all that it tells of itself."""
     for path, version in zip(source.paths, summary.versions, strict=True):
-        if _version(path) != version:
-            raise ConfigError(f"input file {path}: has changed since it was checked; nothing of it was read again")
+        _check_version(path, version)
+
+
+def _check_version(path: Path, version: FileVersion) -> None:
+    if _version(path) != version:
+        raise ConfigError(f"input file {path}: has changed since it was checked; nothing of it was read again")
 
 
 def _version(path: Path) -> FileVersion:
@@ -181,10 +187,14 @@ def _refuse_twice(source: BatchInput, places: tuple[int, int] | None) -> None:
         raise ConfigError(f"input file {second}: has the same custom_id as {first}")
 
 
-def _raw_rows(source: BatchInput) -> Iterator[tuple[RowKey, int, int, bytes | None]]:
+def _raw_rows(
+    source: BatchInput, versions: Sequence[FileVersion] = ()
+) -> Iterator[tuple[RowKey, int, int, bytes | None]]:
     """Row, index of its file, line in it, and the line itself."""
     key = 0
     for file, path in enumerate(source.paths):
+        if versions:
+            _check_version(path, versions[file])
         for line, raw in input_files.numbered_lines(path):
             key += 1
             yield key, file, line, raw

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ class Journal:
         self._errors = errors
         self._files = [output] if errors is None else [output, errors]
         self._is_closed = False
+        self._syncing = threading.Lock()
+        """Held while files are put on the disk: whoever closes them waits for that, and learns that it is done."""
         self.finished = RowSet(summary.num_all_rows)
 
     @classmethod
@@ -51,7 +55,7 @@ class Journal:
             output = undo.enter_context(contextlib.closing(RecordFile.open(path, "output file", may_exist=resume)))
             errors = None
             if error_path is not None:
-                if error_path.exists() and path.samefile(error_path):
+                if os.path.exists(error_path) and path.samefile(error_path):
                     raise ConfigError(f"error file {error_path}: is the output file, too")
                 errors = RecordFile.open(error_path, "error file", may_exist=resume)
                 undo.enter_context(contextlib.closing(errors))
@@ -75,20 +79,22 @@ class Journal:
 
     def sync(self) -> None:
         """Put everything on the disk. Blocks; belongs into a thread. Raises `OutputError`."""
-        for file in self._files:
-            file.sync()
+        with self._syncing:
+            if not self._is_closed:
+                for file in self._files:
+                    file.sync()
 
     def close(self) -> None:
         """Sync and give the files free; once is enough. New files are removed if there is no line in any of them.
 
         Raises `OutputError`.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        # The run did not get to its first row: once that is mended, the same command works.
-        is_in_vain = not any(file.size_bytes for file in self._files)
-        with contextlib.ExitStack() as closing:
+        with self._syncing, contextlib.ExitStack() as closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            # The run did not get to its first row: once that is mended, the same command works.
+            is_in_vain = not any(file.size_bytes for file in self._files)
             for file in self._files:
                 closing.callback(file.close, is_wanted=not is_in_vain)
 

@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,8 @@ class BatchService:
         self._id_to_task: dict[str, asyncio.Task[None]] = {}
         self._id_to_end: dict[str, str] = {}
         """How batches that were told to end early are to end."""
+        self._under_way: set[str] = set()
+        """Batches whose rows run: before and after that, work on files is not to be cut short."""
         self._ended: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
@@ -93,18 +95,21 @@ class BatchService:
         """Start what is to run, and tell those to end that are cancelled or late."""
         known = await asyncio.to_thread(lambda: sorted(self._book.ids()))
         for batch_id in known:
-            if batch_id in self._ended:
-                continue
             task = self._id_to_task.get(batch_id)
             if task is not None and task.done():
                 del self._id_to_task[batch_id]
                 task = None
+            if batch_id in self._ended:
+                continue
             record = await asyncio.to_thread(self._book.read, batch_id)
             if record is None or record.status not in RUNNING:
                 self._ended.add(batch_id)
+                # Whatever ended the process may have come before they were taken away.
+                await asyncio.to_thread(self._book.results(batch_id).unlink, missing_ok=True)
             elif task is None and len(self._id_to_task) < _MAX_RUNNING:
+                self._id_to_end.pop(batch_id, None)
                 self._id_to_task[batch_id] = asyncio.create_task(self._take(record), name=batch_id)
-            if record is not None and task is not None and batch_id not in self._id_to_end:
+            elif task is not None and batch_id in self._under_way and batch_id not in self._id_to_end:
                 end = "cancelled" if record.status == "cancelling" else None
                 end = "expired" if time.time() >= record.expires_at else end
                 if end is not None:
@@ -143,28 +148,34 @@ class BatchService:
             now_s = asyncio.get_running_loop().time()
             if now_s - counted_at_s >= _COUNT_S:
                 counted_at_s = now_s
-                self._book.write(record)
+                # Results are what counts: if there is no room for them, their own file says so.
+                with contextlib.suppress(OSError):
+                    self._book.write(record)
 
         with prepared:
             record.num_total = prepared.num_rows
             record.num_completed, record.num_failed = await asyncio.to_thread(_counts, self._book.results(record.id))
             record.become("in_progress")
             await asyncio.to_thread(self._book.write, record)
-            report = await run_prepared(
-                prepared,
-                generate=self._runs.generate,
-                tokenizer=self._runs.tokenizer,
-                scheme=self._runs.scheme,
-                max_model_len_tokens=self._runs.max_model_len_tokens,
-                rng=self._rng,
-                limits=self._runs.limits,
-                on_row=count,
-                progress=False,
-                caller=caller,
-                service_class=ServiceClass.BATCH,
-                has_reasoning=self._runs.has_reasoning,
-                fleet=self._runs.fleet,
-            )
+            self._under_way.add(record.id)
+            try:
+                report = await run_prepared(
+                    prepared,
+                    generate=self._runs.generate,
+                    tokenizer=self._runs.tokenizer,
+                    scheme=self._runs.scheme,
+                    max_model_len_tokens=self._runs.max_model_len_tokens,
+                    rng=self._rng,
+                    limits=self._runs.limits,
+                    on_row=count,
+                    progress=False,
+                    caller=caller,
+                    service_class=ServiceClass.BATCH,
+                    has_reasoning=self._runs.has_reasoning,
+                    fleet=self._runs.fleet,
+                )
+            finally:
+                self._under_way.discard(record.id)
         if not report.is_interrupted:
             await self._finish(record, "completed")
         elif record.id in self._id_to_end:
@@ -183,24 +194,23 @@ class BatchService:
     async def _finish(self, record: BatchRecord, status: str) -> None:
         """Make files of the results, and tell of the end."""
         record.become("finalizing")
-        await asyncio.to_thread(self._write_results, record)
-        record.become(status)
-        await asyncio.to_thread(self._book.write, record)
+        await asyncio.to_thread(self._write_results, record, status)
         self._ended.add(record.id)
 
-    def _write_results(self, record: BatchRecord) -> None:
+    def _write_results(self, record: BatchRecord, status: str) -> None:
         results = self._book.results(record.id)
         output, errors = self._files.new_path(), self._files.new_path()
         if results.exists():
-            with results.open("rb") as lines, output.open("wb") as answered, errors.open("wb") as failed:
-                for line in lines:
+            with output.open("wb") as answered, errors.open("wb") as failed:
+                for line in _whole_lines(results):
                     (answered if json.loads(line)["error"] is None else failed).write(line)
             record.num_completed, record.num_failed = _counts(results)
             record.output_file_id = self._keep(output, record, "output")
             record.error_file_id = self._keep(errors, record, "errors")
-            # What is written is found before it is taken away: a crash in between makes the files once more.
-            self._book.write(record)
-            results.unlink()
+        record.become(status)
+        # The end is known before the results are taken away: a batch that has lost them would run once more.
+        self._book.write(record)
+        results.unlink(missing_ok=True)
         self._book.cancel_mark(record.id).unlink(missing_ok=True)
 
     def _keep(self, path: Path, record: BatchRecord, kind: str) -> str | None:
@@ -214,11 +224,18 @@ class BatchService:
 def _counts(results: Path) -> tuple[int, int]:
     """Rows that have an answer and rows that have an error."""
     num_rows = num_failed = 0
+    for line in _whole_lines(results):
+        num_rows += 1
+        num_failed += json.loads(line)["error"] is not None
+    return num_rows - num_failed, num_failed
+
+
+def _whole_lines(results: Path) -> Iterator[bytes]:
+    """Lines without a torn last one, which a power cut may leave; none where there is no file."""
     with contextlib.suppress(FileNotFoundError), results.open("rb") as lines:
         for line in lines:
-            num_rows += 1
-            num_failed += json.loads(line)["error"] is not None
-    return num_rows - num_failed, num_failed
+            if line.endswith(b"\n"):
+                yield line
 
 
 @contextlib.asynccontextmanager

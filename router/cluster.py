@@ -147,8 +147,7 @@ def start_actor(
     is nobody else's.
     """
     lifetime = "detached" if is_detached else None
-    # One that was killed from outside has left its group.
-    _remove_group(name)
+    free_place(name)
     group = placement_group([resources.kind_to_amount], strategy="STRICT_PACK", name=name, lifetime=lifetime)
     options: dict[str, Any] = {
         "name": name,
@@ -186,10 +185,11 @@ async def call(method: Any, *arguments: Any, timeout_s: float, what: str) -> Any
 def kill_actor(actor: Any, name: str) -> None:
     """End an actor for good, and give its place back."""
     ray.kill(actor, no_restart=True)
-    _remove_group(name)
+    free_place(name)
 
 
-def _remove_group(name: str) -> None:
+def free_place(name: str) -> None:
+    """Give an actor's place back, which one that was killed from outside has left behind. Idempotent."""
     try:
         group = get_placement_group(name)
     except ValueError:

@@ -90,6 +90,8 @@ async def _end_actors(run: runfile.Run, say: Say) -> None:
             actor = cluster.find_actor(launch.actor_name(WorkerId(worker)))
             if actor is not None:
                 await launch.stop_worker(WorkerId(worker), actor)
+            else:
+                cluster.free_place(launch.actor_name(WorkerId(worker)))
     finally:
         cluster.leave_ray()
 
@@ -291,6 +293,7 @@ async def _drain_one(worker: WorkerId, drain_timeout_s: float, say: Say) -> None
     actor = cluster.find_actor(launch.actor_name(worker))
     if actor is None:
         say(f"worker {worker} was gone already")
+        cluster.free_place(launch.actor_name(worker))
         return
     try:
         num_cut_off = await cluster.call(

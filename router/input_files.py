@@ -36,7 +36,8 @@ def find_files(names: Sequence[Path]) -> tuple[Path, ...]:
     """
     paths: list[Path] = []
     for name in names:
-        if name.exists() or not glob.has_magic(str(name)):
+        # Unlike `Path.exists`, which raises where a name is too long or a folder is closed to us.
+        if os.path.exists(name) or not glob.has_magic(str(name)):
             paths.append(name)
             continue
         found = sorted(path for path in glob.glob(str(name), recursive=True) if not os.path.isdir(path))

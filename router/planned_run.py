@@ -244,10 +244,8 @@ class PlannedRun(Generic[Item]):
 
     def look(self) -> None:
         """Take into account which workers there are now, and how fast. Called about once a second."""
-        fleet = self._fleet()
-        if fleet is None:
-            return
-        self.planner.pace = fleet.pace
-        self.planner.seat(fleet.worker_to_room)
+        if (fleet := self._fleet()) is not None:
+            self.planner.pace = fleet.pace
+            self.planner.seat(fleet.worker_to_room)
         # Who got nothing while others had all that may be under way is not left out for longer than this.
         self._fill_all()

@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -297,7 +298,8 @@ class Planner(Generic[Item]):
         self._max_under_way = max_under_way
         self._waiting: dict[Urgency, list[Group[Item]]] = {}
         """Groups that no seat has."""
-        self._most_urgent: Urgency | None = None
+        self._urgencies: list[Urgency] = []
+        """Theirs, each once, as a heap: every row may have one of its own."""
         self._worker_to_seat: dict[WorkerId | None, Seat[Item]] = {None: Seat()}
         self.num_waiting = 0
         """Rows that are planned and not handed out."""
@@ -342,7 +344,7 @@ class Planner(Generic[Item]):
         if seat.num_under_way >= most or self.num_under_way >= self._max_under_way or not self.num_waiting:
             return None
         group = seat.group
-        if not group or (self._most_urgent is not None and self._most_urgent < group.urgency):
+        if not group or (self._urgencies and self._urgencies[0] < group.urgency):
             group = self._change_group(seat)
             if group is None:
                 return None
@@ -369,26 +371,27 @@ class Planner(Generic[Item]):
         turn.seat.blocks_under_way -= turn.num_blocks
 
     def _put_back(self, group: Group[Item]) -> None:
-        self._waiting.setdefault(group.urgency, []).append(group)
-        if self._most_urgent is None or group.urgency < self._most_urgent:
-            self._most_urgent = group.urgency
+        if group.urgency not in self._waiting:
+            self._waiting[group.urgency] = []
+            heappush(self._urgencies, group.urgency)
+        self._waiting[group.urgency].append(group)
 
     def _change_group(self, seat: Seat[Item]) -> Group[Item] | None:
         """Give a seat the group that it is to go on with, if there is one. Modifies."""
         if seat.group:
             self._put_back(seat.group)
-        seat.group = self._part_of_largest() if self._most_urgent is None else self._nearest(seat, self._most_urgent)
+        seat.group = self._nearest(seat) if self._urgencies else self._part_of_largest()
         if seat.group is not None:
             seat.held = [seat.group.chain, *seat.held[: _REMEMBERED_GROUPS - 1]]
         return seat.group
 
-    def _nearest(self, seat: Seat[Item], urgency: Urgency) -> Group[Item]:
-        waiting = self._waiting[urgency]
+    def _nearest(self, seat: Seat[Item]) -> Group[Item]:
+        """Of the most urgent groups that nobody has, the one that suits the seat best. Modifies."""
+        waiting = self._waiting[self._urgencies[0]]
         group = max(waiting, key=lambda group: (_nearness(seat, group.chain), group.work_s(self.pace)))
         waiting.remove(group)
         if not waiting:
-            del self._waiting[urgency]
-            self._most_urgent = min(self._waiting, default=None)
+            del self._waiting[heappop(self._urgencies)]
         return group
 
     def _part_of_largest(self) -> Group[Item] | None:

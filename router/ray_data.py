@@ -93,8 +93,11 @@ class _Prompts:
         if taken:
             raise ConfigError(f"the dataset has columns named {', '.join(taken)}, which answers would go to")
         bodies = [self._to_body(row) for row in table.to_pylist()]
-        with tempfile.TemporaryDirectory(prefix="kvroute-") as folder:
-            answers = self._wait_for(self._answer(bodies, Path(folder)))
+        answers: list[dict[str, Any]] = []
+        # A window may be empty, where a filter came before; a batch may not.
+        if bodies:
+            with tempfile.TemporaryDirectory(prefix="kvroute-") as folder:
+                answers = self._wait_for(self._answer(bodies, Path(folder)))
         columns = {name: [answer[name] for answer in answers] for name in ANSWER_COLUMNS}
         for name, values in columns.items():
             kind = pa.string() if name in ("answer", "error") else pa.int64()

@@ -55,6 +55,8 @@ def keep(
             server.wait()
             raise
         if code >= 0:
+            if code and restarts_s:
+                tell(f"the store's server cannot be started again: it ended with code {code}; its log tells why")
             return code
         now_s = clock()
         restarts_s = [at_s for at_s in restarts_s if now_s - at_s < WINDOW_S]

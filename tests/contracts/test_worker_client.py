@@ -566,19 +566,13 @@ async def test_strangers_close_only_their_own_connection(rig: Rig) -> None:
     assert tokens_of(await collect(submit(client, "a", PROMPT, 10))) == fake_tokens(PROMPT, 10)
 
 
-async def test_router_and_worker_of_other_protocols_are_told_both(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, next_one = PROTOCOL_VERSION, PROTOCOL_VERSION + 1
-    client, connect = rig.client()
-    connect.wrap = functools.partial(_OfAnotherVersion, protocol=next_one)
-    told = rf"the router speaks protocol {next_one}, this worker \(kvroute .*\) protocol {ours}"
-    with pytest.raises(WorkerLost, match=told):
-        await client.connect()
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", next_one)
-    client, connect = rig.client()
-    connect.wrap = functools.partial(_OfAnotherVersion, protocol=ours)
-    told = rf"the router speaks protocol {ours}, this worker \(kvroute .*\) protocol {next_one}"
-    with pytest.raises(WorkerLost, match=told):
-        await client.connect()
+async def test_router_and_worker_of_other_protocols_are_told_both(rig: Rig) -> None:
+    for protocol in (PROTOCOL_VERSION + 1, PROTOCOL_VERSION - 1):
+        client, connect = rig.client()
+        connect.wrap = functools.partial(_OfAnotherVersion, protocol=protocol)
+        told = rf"the router speaks protocol {protocol}, this worker \(kvroute .*\) protocol {PROTOCOL_VERSION}"
+        with pytest.raises(WorkerLost, match=told):
+            await client.connect()
     assert (rig.host.counts.num_rejected, rig.host.num_sessions) == (2, 0)
 
 

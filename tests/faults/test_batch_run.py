@@ -29,16 +29,17 @@ from worker.engines.profiles import LatencyProfile
 
 pytestmark = [pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
 
-NUM_ROWS, NUM_BEGINNINGS = 2000, 40
-# Steps that last: between what is waited for and the end of the batch there is time to kill somebody.
-PROFILE = LatencyProfile("steady", 12e-3, 1e-6, 0.0, 1e-6, 1e-9, kv_capacity_tokens=1 << 15)
+NUM_ROWS, NUM_BEGINNINGS = 2000, 100
+# Steps that last: between what is waited for and the end of the batch there are many seconds to kill somebody.
+PROFILE = LatencyProfile("steady", 20e-3, 1e-6, 0.0, 1e-6, 1e-9, kv_capacity_tokens=1 << 15)
 KV_BLOCKS = 72
 """For each worker: far less than all beginnings take, so that only rows that come together share theirs."""
 NUM_SHARED_TOKENS = 3 * 64
 PATIENCE_S = 300.0
 MAX_REPEATED_SHARE = 0.02
-MIN_SHARE_OF_POSSIBLE = 0.85
-"""Of what an endless cache could serve; in the order of the file, without a plan, it is about 0.7."""
+MIN_SHARE_OF_POSSIBLE = 0.5
+"""Of what an endless cache could serve: far from both ends. Without deaths a plan gives 0.999 in virtual time, and the
+file's order 0.2; each death costs a beginning its blocks once more at most."""
 
 
 def num_lines(path: Path) -> int:

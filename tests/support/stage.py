@@ -33,6 +33,8 @@ class Stage:
         self.events: list[str] = []
         """`+w3` for a start that succeeded, `-w0` for an end."""
         self.said: list[str] = []
+        self.freed: list[str] = []
+        """Workers whose places were given back although they were gone."""
         self.fails_to_start = False
         self.ends_meanwhile = False
         self.num_free = 1
@@ -41,6 +43,7 @@ class Stage:
         monkeypatch.setattr(cluster, "leave_ray", lambda: None)
         monkeypatch.setattr(cluster, "find_actor", self._find_actor)
         monkeypatch.setattr(cluster, "kill_actor", self._kill)
+        monkeypatch.setattr(cluster, "free_place", lambda name: self.freed.append(name.removeprefix("kvroute:")))
         monkeypatch.setattr(cluster, "call", self._call)
         monkeypatch.setattr(launch, "start_workers", self._start_workers)
         monkeypatch.setattr(launch, "has_room", lambda settings: self.num_free > 0)
@@ -72,6 +75,8 @@ class Stage:
         name, worker = method
         if name == "is_leaving":
             return self.actors[worker]
+        if name == "stop":
+            return None
         self.drained.append(worker)
         if self.ends_meanwhile:
             runfile.remove_run(self.run_dir)
@@ -99,3 +104,4 @@ class _Actor:
         self.worker = worker
         self.is_leaving = ("is_leaving", worker)
         self.drain = ("drain", worker)
+        self.stop = ("stop", worker)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from router.batch import BatchLimits, BatchReport, PreparedBatch, prepare_batch, run_prepared
-from router.batch_file import check_input
+from router.batch_file import BatchInput, check_input
 from router.batch_journal import Journal
 from router.batch_report import PossibleHits, quantile
 from router.openai import Usage
@@ -421,6 +421,16 @@ async def test_input_that_changes_between_check_and_run_is_refused(bench: Bench)
         with pytest.raises(ConfigError, match=r"in\.jsonl: has changed since it was checked"):
             list(prepared.read_rows())
     assert not bench.output.exists()
+
+
+def test_file_that_changes_before_its_turn_comes_is_refused(tmp_path: Path) -> None:
+    paths = [write_rows(tmp_path / f"{name}.jsonl", [chat_row(name)]) for name in "ab"]
+    with prepare_batch(BatchInput(tuple(paths)), tmp_path / "out.jsonl", served_model=MODEL, resume=False) as prepared:
+        rows = prepared.read_rows()
+        assert next(rows).custom_id == "a"
+        write_rows(paths[1], [chat_row("other")])
+        with pytest.raises(ConfigError, match=r"b\.jsonl: has changed since it was checked"):
+            next(rows)
 
 
 async def test_no_room_for_rows_that_are_read_ahead_ends_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,6 +253,7 @@ def test_patterns_name_files_in_order_and_plain_names_stay(tmp_path: Path) -> No
     assert names == ["x[1].jsonl", "a.jsonl", "b.jsonl"]
     assert find_files([tmp_path / "**" / "c.jsonl"]) == (tmp_path / "deep" / "c.jsonl",)
     assert find_files([tmp_path / "none.jsonl"]) == (tmp_path / "none.jsonl",)
+    assert find_files([tmp_path / ("x" * 300)]) == (tmp_path / ("x" * 300),)
 
 
 def test_pattern_that_fits_nothing_and_file_named_twice_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,35 @@ def test_outputs_of_shards_one_after_the_other_are_the_output_of_the_whole(files
     files.output.write_bytes(b"".join(part.read_bytes() for part in parts))
     with files.open(resume=True) as journal:
         assert finished(journal) == [1, 2, 3]
+
+
+def test_closing_waits_for_what_is_on_its_way_to_the_disk(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = files.open()
+    journal.append(files.result(0))
+    is_syncing, gate = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def slow_fsync(fd: int) -> None:
+        is_syncing.set()
+        assert gate.wait(60.0)
+        order.append("synced")
+
+    def close() -> None:
+        journal.close()
+        order.append("closed")
+
+    monkeypatch.setattr(os, "fsync", slow_fsync)
+    syncing, closing = threading.Thread(target=journal.sync), threading.Thread(target=close)
+    syncing.start()
+    assert is_syncing.wait(60.0)
+    closing.start()
+    # One that does not wait is through by now, on most machines.
+    closing.join(0.2)
+    gate.set()
+    syncing.join()
+    closing.join()
+    assert order == ["synced", "closed"]
+    journal.sync()
 
 
 # --- A file of errors. ---

@@ -183,6 +183,22 @@ async def test_bad_argument_is_named_before_anything_is_started(
     assert message in str(caught.value)
 
 
+async def test_summary_may_not_take_the_place_of_the_input(settings: Settings, tmp_path: Path) -> None:
+    before = write_rows(tmp_path / "in.jsonl", [row(0)]).read_bytes()
+    with pytest.raises(ConfigError, match=r"--summary \S*/in\.jsonl: is an input file"):
+        await command(settings, tmp_path, "in.jsonl", summary=tmp_path / "in.jsonl")
+    assert (tmp_path / "in.jsonl").read_bytes() == before
+
+
+async def test_file_with_too_long_a_name_is_named(settings: Settings, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", [row(0)])
+    with pytest.raises(ConfigError, match=r"input file .*: cannot read it: File name too long"):
+        await command(settings, tmp_path, "x" * 300)
+    with pytest.raises(ConfigError, match=r"error file .*: cannot write it: File name too long"):
+        await command(settings, tmp_path, "in.jsonl", error_file=tmp_path / ("x" * 300))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 # --- What a run adds up takes bounded memory. ---
 
 

@@ -250,7 +250,8 @@ def test_deaths_long_ago_do_not_count(tmp_path: Path) -> None:
         clock=lambda: next(times_s),
         pause=lambda pause_s: None,
     )
-    assert (code, len(told)) == (3, 20)
+    assert (code, len(told)) == (3, 21)
+    assert told[-1] == "the store's server cannot be started again: it ended with code 3; its log tells why"
 
 
 def test_kept_server_that_does_not_come_up_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from router.batch import BatchLimits
-from router.batch_book import BatchBook
+from router import batch_service
+from router.batch import BatchLimits, PreparedBatch, prepare_batch
+from router.batch_book import BatchBook, BatchRecord
 from router.batch_service import BatchRuns, BatchService
 from router.http import Front
 from router.http_call import Limits
@@ -201,6 +203,64 @@ async def test_cancelled_batch_keeps_what_it_has(tokenizer: Tokenizer, tmp_path:
         assert again.error == (400, "invalid_value", "batch_id")
 
 
+async def test_batches_that_have_ended_make_room_for_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with desk(tmp_path, tokenizer) as one:
+        ids = [await one.start_batch(rows(chat(f"text {number}"))) for number in range(9)]
+        for batch_id in ids:
+            assert (await one.until(batch_id, "completed"))["request_counts"]["completed"] == 1
+
+
+async def test_batch_has_ended_on_disk_before_its_results_are_taken_away(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[str, bool]] = []
+    write = BatchBook.write
+
+    def noted(book: BatchBook, record: BatchRecord) -> None:
+        write(book, record)
+        written.append((record.status, book.results(record.id).exists()))
+
+    monkeypatch.setattr(BatchBook, "write", noted)
+    async with desk(tmp_path, tokenizer) as one:
+        batch_id = await one.start_batch(rows(chat("a")))
+        await one.until(batch_id, "completed")
+    assert written[-1] == ("completed", True)
+    assert not BatchBook(tmp_path / "batches").results(batch_id).exists()
+
+
+async def test_batch_that_is_cancelled_while_its_input_is_checked_is_cancelled(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_checking, is_seen, gate = threading.Event(), threading.Event(), asyncio.Event()
+
+    def slow(*arguments: Any, **options: Any) -> PreparedBatch:
+        is_checking.set()
+        assert is_seen.wait(PATIENT_S)
+        return prepare_batch(*arguments, **options)
+
+    monkeypatch.setattr(batch_service, "prepare_batch", slow)
+    async with desk(tmp_path, tokenizer, gate=gate) as one:
+        batch_id = await one.start_batch(rows(chat("a")))
+        assert await asyncio.to_thread(is_checking.wait, PATIENT_S)
+        await one.ask(f"/v1/batches/{batch_id}/cancel", {})
+        # Two looks at the cancelled batch.
+        read, num_reads = BatchBook.read, 0
+
+        def counted(book: BatchBook, batch_id: str) -> BatchRecord | None:
+            nonlocal num_reads
+            num_reads += 1
+            if num_reads == 3:
+                is_seen.set()
+            return read(book, batch_id)
+
+        monkeypatch.setattr(BatchBook, "read", counted)
+        async with asyncio.timeout(PATIENT_S):
+            while not is_seen.is_set():
+                await asyncio.sleep(0.01)
+        batch = await one.until(batch_id, "cancelled", "failed", "completed")
+        assert (batch["status"], batch["request_counts"]) == ("cancelled", {"total": 1, "completed": 0, "failed": 0})
+
+
 @pytest.mark.parametrize(
     ("content", "endpoint", "told"),
     [
@@ -225,8 +285,10 @@ async def test_batch_of_a_tenant_that_is_gone_fails(tokenizer: Tokenizer, tmp_pa
         batch_id = await one.start_batch(rows(chat("a")), key="b")
         async with asyncio.timeout(PATIENT_S):
             await one.fake.is_busy.wait()
+    book = BatchBook(tmp_path / "batches")
+    # What a power cut may leave.
+    book.results(batch_id).write_bytes(b'{"id":"batch_')
     async with desk(tmp_path, tokenizer, tenants="a"):
-        book = BatchBook(tmp_path / "batches")
         async with asyncio.timeout(PATIENT_S):
             while (record := book.get(batch_id, "b")).status != "failed":
                 await asyncio.sleep(0.01)

@@ -300,3 +300,29 @@ def test_without_any_word_of_workers_there_is_one_seat_for_all():
     (seat,) = planner.seats
     turns = list(iter(lambda: planner.take(seat), None))
     assert (seat.worker, len(turns)) == (None, 3)
+
+
+def test_rows_that_each_have_a_priority_of_their_own_take_no_search_of_all_that_wait():
+    num_compared = 0
+
+    class Counted(tuple[int, int]):
+        def __lt__(self, other: tuple[int, int]) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return tuple.__lt__(self, other)
+
+    num_rows = 2000
+    priorities = random.Random(0).sample(range(num_rows), num_rows)
+    draft = draft_of([(1, 2)] * num_rows, [Counted((priority, 0)) for priority in priorities])
+    groups = groups_of(draft)
+    planner: Planner[int] = Planner(max_under_way=4)
+    num_compared = 0
+    planner.add(groups)
+    (seat,) = planner.seats
+    handed_out = []
+    while (turn := planner.take(seat)) is not None:
+        planner.finish(turn)
+        handed_out.append(turn.item)
+    assert [priorities[row] for row in handed_out] == list(range(num_rows))
+    # A heap's two times twice its depth, and some more.
+    assert num_compared < 50 * num_rows

@@ -62,6 +62,12 @@ async def test_row_that_fails_says_why_and_the_others_are_answered(prompts: Any)
     assert found[2]["error"].startswith("invalid_value: ")
 
 
+async def test_window_without_rows_gets_the_columns(prompts: Any) -> None:
+    window = pa.table({"field": pa.array([], pa.string())})
+    whole = await asyncio.to_thread(prompts, window)
+    assert (whole.num_rows, whole.column_names) == (0, ["field", *ray_data.ANSWER_COLUMNS])
+
+
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": []}, None])
 def test_body_without_a_prompt_is_refused(body: Any) -> None:
     with pytest.raises(InvalidRequest, match="either 'messages' or a 'prompt'"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router import commands, launch, runfile
+from router import commands, deployment, launch, runfile
 from router.commands import Invocation
 from shared.config import Settings
 from shared.errors import ConfigError, EngineError
@@ -67,6 +67,15 @@ async def test_workers_that_do_not_live_leave_first_and_a_silent_one_is_ended_al
     assert await stage.scale(2) == ("w1-abcdef", "w2-abcdef")
     assert stage.said[-1] == "worker w0-abcdef is ended, since it did not drain: worker w0-abcdef: no answer"
     assert "w0-abcdef" not in stage.actors
+
+
+async def test_place_of_a_worker_that_was_killed_from_outside_is_given_back(stage: Stage) -> None:
+    del stage.actors["w1-abcdef"]
+    assert await stage.drain("w1-abcdef") == ("w0-abcdef", "w2-abcdef")
+    assert stage.freed == ["w1-abcdef"]
+    del stage.actors["w2-abcdef"]
+    assert await deployment.take_down(stage.run_dir, stage.said.append)
+    assert (stage.freed, stage.actors) == (["w1-abcdef", "w2-abcdef"], {})
 
 
 async def test_last_worker_that_lives_is_not_drained(stage: Stage) -> None:
