@@ -162,7 +162,9 @@ def test_stopped_job_leaves_a_whole_output_that_a_next_one_completes(ray_cluster
     write_rows(tmp_path / "in.jsonl", rows(200, max_tokens=64))
     output = tmp_path / "out.jsonl"
     batch = ["kvroute", "batch", "in.jsonl", "-o", output, *SIMULATED]
-    ray_cluster.job("submit", "--no-wait", "--submission-id", "halted", "--working-dir", tmp_path, "--", *batch)
+    # One row after the other takes minutes, by the profile: the job is stopped in the middle on any machine.
+    slowly = [*batch, "--max-in-flight", "1"]
+    ray_cluster.job("submit", "--no-wait", "--submission-id", "halted", "--working-dir", tmp_path, "--", *slowly)
     deadline_s = time.monotonic() + DEADLINE_S
     while not output.exists() or output.read_bytes().count(b"\n") < 5:
         assert time.monotonic() < deadline_s, ray_cluster.logs("halted")
