@@ -36,7 +36,7 @@ test: $(INSTALLED) ## Run all tests, those with a real store, Ray and vLLM inclu
 
 cluster-test: $(INSTALLED) ## Bring up cluster.yaml on machines of loopback, lose a node, run jobs of Ray
 	@echo "cluster-test: needs openssh-server and rsync" >&2
-	@$(BIN)/python -m pytest -m cluster $(ARGS)
+	@$(BIN)/python -m pytest --cluster $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format and types
 	@echo "lint: checking style, format and types" >&2

@@ -99,13 +99,20 @@ class Cluster:
 
     def actors(self) -> list[dict[str, Any]]:
         """The workers that live, as Ray's dashboard shows them."""
+        return [actor for actor in self._alive("actors") if actor["name"].startswith("kvroute:")]
+
+    def gpu_nodes(self) -> set[str]:
+        """The nodes that have a GPU, as Ray's dashboard names them."""
+        return {node["node_id"] for node in self._alive("nodes") if node["resources_total"].get("GPU")}
+
+    def _alive(self, kind: str) -> list[dict[str, Any]]:
         token = (Path(self._environment["HOME"]) / ".ray" / "auth_token").read_text().strip()
         request = urllib.request.Request(
-            f"{self.dashboard_url}/api/v0/actors?detail=1", headers={"Authorization": f"Bearer {token}"}
+            f"{self.dashboard_url}/api/v0/{kind}?detail=1", headers={"Authorization": f"Bearer {token}"}
         )
-        with urllib.request.urlopen(request, timeout=30.0) as answer:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             listed = json.load(answer)["data"]["result"]["result"]
-        return [actor for actor in listed if actor["state"] == "ALIVE" and actor["name"].startswith("kvroute:")]
+        return [one for one in listed if one["state"] == "ALIVE"]
 
 
 @pytest.fixture
@@ -165,12 +172,13 @@ def test_cluster_comes_up_runs_batches_over_a_lost_node_and_goes_down(tmp_path: 
         (folder := tmp_path / "job").mkdir()
         shutil.copy(input_path, folder / "in.jsonl")
         job = cluster.start(
-            *("ray", "job", "submit", "--address", cluster.dashboard_url, "--working-dir", folder, "--"),
-            *("kvroute", "batch", "in.jsonl", "-o", home / "job.jsonl", "--config", home / "kvroute/cluster.yaml"),
-            *SIMULATED,
+            *("env", "RAY_AUTH_MODE=token", "ray", "job", "submit", "--address", cluster.dashboard_url),
+            *("--working-dir", folder, "--", "kvroute", "batch", "in.jsonl", "-o", home / "job.jsonl"),
+            # Few at once take a minute, by the profile: its workers can be looked at on any machine.
+            *("--config", home / "kvroute/cluster.yaml", *SIMULATED, "--max-in-flight", "2"),
         )
         wait_for_rows(home / "job.jsonl", 1, job)
-        actors = cluster.actors()
+        actors, gpu_nodes = cluster.actors(), cluster.gpu_nodes()
         said, _ = job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 0, said
         assert "succeeded" in said
@@ -178,8 +186,13 @@ def test_cluster_comes_up_runs_batches_over_a_lost_node_and_goes_down(tmp_path: 
         assert_complete(home / "job.jsonl")
         assert {actor["class_name"] for actor in actors} == {"WorkerActor"}
         assert sorted(actor["name"].split("-")[0] for actor in actors) == ["kvroute:w0", "kvroute:w1"]
-        assert all(actor["required_resources"].get("GPU") == 1 for actor in actors), actors
-        assert len({actor["node_id"] for actor in actors}) == 2
+        # Ray names a resource for the placement group that it is reserved in.
+        for actor in actors:
+            gpus = [amount for kind, amount in actor["required_resources"].items() if kind.startswith("GPU_group_")]
+            assert set(gpus) == {1}, actor
+        places = {actor["node_id"] for actor in actors}
+        assert len(places) == 2
+        assert places <= gpu_nodes
 
         cluster.run("ray", "down", "-y", "cluster.yaml")
         assert not [process for process in cluster.head.processes() if "gcs_server" in process.name()]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -38,11 +38,20 @@ class RayCluster:
     dashboard_url: str
     environment: Mapping[str, str]
 
-    def ray(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
-        """Run `ray job WORDS` against it."""
-        action, *rest = map(str, words)
+    def job(self, action: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        """Run `ray job ACTION WORDS` against it."""
+        # Ray colours its own lines even where nobody looks.
+        return self._ray("job", action, "--address", self.dashboard_url, "--log-color", "false", *words)
+
+    def actors(self) -> list[dict[str, Any]]:
+        """Those that live, as `ray list actors` and Ray's dashboard show them."""
+        listed = self._ray("list", "actors", "--address", self.dashboard_url, "--format", "json", "--detail")
+        assert listed.returncode == 0, listed.stderr
+        return [actor for actor in json.loads(listed.stdout) if actor["state"] == "ALIVE"]
+
+    def _ray(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["ray", "job", action, "--address", self.dashboard_url, *rest],
+            ["ray", *map(str, words)],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -53,18 +62,18 @@ class RayCluster:
 
     def run_job(self, name: str, folder: Path, *command: str | Path) -> tuple[str, str]:
         """Run a job to its end: its status and its logs, as Ray tells them later."""
-        self.ray("submit", "--submission-id", name, "--working-dir", folder, "--", *command)
+        self.job("submit", "--submission-id", name, "--working-dir", folder, "--", *command)
         return self.status(name), self.logs(name)
 
     def status(self, name: str) -> str:
         """The word that Ray has for how the job does."""
-        told = self.ray("status", name)
+        told = self.job("status", name)
         said = told.stdout + told.stderr
         return next(word for word in ("SUCCEEDED", "FAILED", "STOPPED", "RUNNING", "PENDING") if word in said.upper())
 
     def logs(self, name: str) -> str:
         """What the job itself has written so far."""
-        return self.ray("logs", name).stdout
+        return self.job("logs", name).stdout
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +102,9 @@ def ray_cluster() -> Iterator[RayCluster]:
         )
         try:
             assert started.returncode == 0, started.stdout + started.stderr
-            # Ray takes no loopback address for itself; its jobs are told the one that it has found.
-            (own_address,) = re.findall(r"Local node IP: (\S+)", started.stdout)
-            yield RayCluster(f"{own_address}:{port}", f"http://127.0.0.1:{dashboard_port}", environment)
+            # Ray takes no loopback address for itself; it writes down the one that it has found.
+            address = Path(folder, "ray", "ray_current_cluster").read_text()
+            yield RayCluster(address, f"http://127.0.0.1:{dashboard_port}", environment)
         finally:
             left = tagged_processes(tag)
             for process in left:
@@ -153,13 +162,15 @@ def test_stopped_job_leaves_a_whole_output_that_a_next_one_completes(ray_cluster
     write_rows(tmp_path / "in.jsonl", rows(200, max_tokens=64))
     output = tmp_path / "out.jsonl"
     batch = ["kvroute", "batch", "in.jsonl", "-o", output, *SIMULATED]
-    ray_cluster.ray("submit", "--no-wait", "--submission-id", "stopped", "--working-dir", tmp_path, "--", *batch)
+    # One row after the other takes minutes, by the profile: the job is stopped in the middle on any machine.
+    slowly = [*batch, "--max-in-flight", "1"]
+    ray_cluster.job("submit", "--no-wait", "--submission-id", "halted", "--working-dir", tmp_path, "--", *slowly)
     deadline_s = time.monotonic() + DEADLINE_S
     while not output.exists() or output.read_bytes().count(b"\n") < 5:
-        assert time.monotonic() < deadline_s, ray_cluster.logs("stopped")
+        assert time.monotonic() < deadline_s, ray_cluster.logs("halted")
         time.sleep(0.1)
-    ray_cluster.ray("stop", "stopped")
-    assert ray_cluster.status("stopped") == "STOPPED"
+    ray_cluster.job("stop", "halted")
+    assert ray_cluster.status("halted") == "STOPPED"
     num_before = output.read_bytes().count(b"\n")
     assert 5 <= num_before < 200
 
@@ -185,6 +196,8 @@ def test_job_uses_the_workers_that_up_has_deployed(ray_cluster: RayCluster, tmp_
             assert "40 rows answered, 0 failed" in logs
             state = run_command("status", *common, environment=environment)
             assert state.stdout.count("ready") == 2, state.stdout
+            actors = [actor for actor in ray_cluster.actors() if actor["class_name"] == "WorkerActor"]
+            assert sorted(actor["name"].split("-")[0] for actor in actors) == ["kvroute:w0", "kvroute:w1"]
         finally:
             down = run_command("down", *common, environment=environment)
         assert down.returncode == 0, down.stderr
