@@ -129,9 +129,10 @@ class Binder:
     def take(self, held: Held) -> None:
         """Put a request, once it is matched, before the workers. Modifies."""
         self._is_loading_ahead = True
-        self._sync_workers(self._fleet.loads())
+        loads = self._fleet.loads()
+        self._sync_workers(loads)
         self._table.add(held, self._credit.row(held.request, held.keys, held.worker_to_match), self._num_passes)
-        self._decide(None if self._is_pass_due or self._has_unseen else held)
+        self._decide(loads, None if self._is_pass_due or self._has_unseen else held)
 
     def drop(self, held: Held) -> None:
         """Take a request out, if it is there. Modifies."""
@@ -146,8 +147,11 @@ class Binder:
             if not held.placed.done():
                 held.placed.set_exception(error)
 
-    def _decide(self, newcomer: Held | None = None) -> None:
-        """Bind whoever can be bound now, most urgent first; with a newcomer only that one: nothing else is new."""
+    def _decide(self, loads: Loads | None = None, newcomer: Held | None = None) -> None:
+        """Bind whoever can be bound now, most urgent first; with a newcomer only that one: nothing else is new.
+
+        `loads` are those of this moment, where they have been taken already.
+        """
         self._weighed_at_s = self._clock()
         try:
             self._hints.expire()
@@ -161,8 +165,9 @@ class Binder:
                     self._is_loading_ahead = False
                     self._fleet.loads()
                 return
-            loads = self._fleet.loads()
-            self._sync_workers(loads)
+            if loads is None:
+                loads = self._fleet.loads()
+                self._sync_workers(loads)
             if not len(loads):
                 return
             if newcomer is not None:
