@@ -129,9 +129,10 @@ class Binder:
     def take(self, held: Held) -> None:
         """Put a request, once it is matched, before the workers. Modifies."""
         self._is_loading_ahead = True
-        self._sync_workers(self._fleet.loads())
+        loads = self._fleet.loads()
+        self._sync_workers(loads)
         self._table.add(held, self._credit.row(held.request, held.keys, held.worker_to_match), self._num_passes)
-        self._decide(None if self._is_pass_due or self._has_unseen else held)
+        self._decide(loads, None if self._is_pass_due or self._has_unseen else held)
 
     def drop(self, held: Held) -> None:
         """Take a request out, if it is there. Modifies."""
@@ -146,8 +147,11 @@ class Binder:
             if not held.placed.done():
                 held.placed.set_exception(error)
 
-    def _decide(self, newcomer: Held | None = None) -> None:
-        """Bind whoever can be bound now, most urgent first; with a newcomer only that one: nothing else is new."""
+    def _decide(self, loads: Loads | None = None, newcomer: Held | None = None) -> None:
+        """Bind whoever can be bound now, most urgent first; with a newcomer only that one: nothing else is new.
+
+        `loads` are those of this moment, where they have been taken already.
+        """
         self._weighed_at_s = self._clock()
         try:
             self._hints.expire()
@@ -161,30 +165,33 @@ class Binder:
                     self._is_loading_ahead = False
                     self._fleet.loads()
                 return
-            loads = self._fleet.loads()
-            self._sync_workers(loads)
+            if loads is None:
+                loads = self._fleet.loads()
+                self._sync_workers(loads)
             if not len(loads):
                 return
             if newcomer is not None:
                 # Who comes first waits for nobody; behind others there may be no worker that is worth a look.
-                if len(self._table) == 1 or self._is_ready(loads, self.fleet_state(loads), self._clock()).any():
-                    self._weigh_one(loads, newcomer)
+                fleet = self.fleet_state(loads)
+                if len(self._table) == 1 or self._is_ready(loads, fleet, self._clock()).any():
+                    self._weigh_one(loads, fleet, newcomer)
             elif self._policy.is_late_binding:
                 self._weigh_all(loads)
             else:
                 for held in self._in_turn():
-                    self._weigh_one(self._fleet.loads(), held)
+                    loads = self._fleet.loads()
+                    self._weigh_one(loads, self.fleet_state(loads), held)
         except Exception as error:
             # A fault in a policy must reach whoever waits for it, not end the queue in silence.
             logger.exception("deciding failed")
             self.fail_all(KvrouteError(f"routing failed: {error}"))
 
-    def _weigh_one(self, loads: Loads, held: Held) -> None:
+    def _weigh_one(self, loads: Loads, fleet: FleetState, held: Held) -> None:
         """Bind one request if its best worker may be sent to now."""
         assert held.row is not None, "what is weighed is in the table"
         rows = slice(held.row, held.row + 1)
         requests = self._table.requests(rows, self._clock())
-        costs = self._policy.costs(requests, loads, self.fleet_state(loads), self._rng)
+        costs = self._policy.costs(requests, loads, fleet, self._rng)
         if self._column_to_reserved or held.is_choosy:
             costs = self._barred(costs, np.array([held.row]))
         column = int(costs.best(loads)[0])
@@ -201,6 +208,13 @@ class Binder:
         if not is_ready.any():
             self._ask_again(np.arange(len(self._table)))
             return
+        if len(self._table) == 1 and self._shares.is_even and self._table.waits_for[0] == len(loads):
+            # Nobody to be put in order with, and mostly this is enough. Who has been looked at before waits for long.
+            self._has_unseen = False
+            held = self._table[0]
+            self._weigh_one(loads, fleet, held)
+            if held.row is None:
+                return
         rows, may_reserve = self._in_order(loads, fleet, is_ready, now_s)
         self._ask_again(rows)
         bound: list[Held] = []
@@ -231,6 +245,8 @@ class Binder:
             if can_send[at]:
                 self._bind(held, loads.workers[column], Ranking.of_row(costs, loads, requests, at, column))
                 bound.append(held)
+                if at + 1 == len(rows):
+                    break
                 loads = self._fleet.loads()
                 fleet = self.fleet_state(loads)
                 is_ready = self._is_ready(loads, fleet, now_s)

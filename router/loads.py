@@ -145,11 +145,16 @@ class LoadTable:
         overlooked_before = self._num_booked - _OVERLOOKED_AFTER * len(measured)
         if not len(measured) or (measured.min() > 0.0 and read.last_booking.min() >= overlooked_before):
             return measured, read.queued_prefill_s, read.step_budget_s
-        known = np.sort(measured[measured > 0.0])
-        # The lower median: a speed that some worker really has.
-        typical = known[(len(known) - 1) // 2] if len(known) else _NOMINAL_PREFILL_S_PER_TOKEN
-        told = np.where(measured > 0.0, measured, typical)
-        speeds = np.where(read.last_booking < overlooked_before, np.minimum(told, typical), told)
+        known = measured[measured > 0.0]
+        if len(known):
+            known.sort()
+            # The lower median: a speed that some worker really has.
+            typical = known[(len(known) - 1) // 2]
+            told = np.where(measured > 0.0, measured, typical)
+            speeds = np.where(read.last_booking < overlooked_before, np.minimum(told, typical), told)
+        else:
+            # Some engines never tell a speed.
+            speeds = np.full(measured.shape, _NOMINAL_PREFILL_S_PER_TOKEN)
         return speeds, read.queued_prefill_tokens * speeds, read.step_s + read.step_budget_tokens * speeds
 
 
