@@ -214,15 +214,17 @@ async def test_batch_has_ended_on_disk_before_its_results_are_taken_away(
     write = BatchBook.write
 
     def noted(book: BatchBook, record: BatchRecord) -> None:
-        write(book, record)
         written.append((record.status, book.results(record.id).exists()))
+        write(book, record)
 
     monkeypatch.setattr(BatchBook, "write", noted)
     async with desk(tmp_path, tokenizer) as one:
         batch_id = await one.start_batch(rows(chat("a")))
         await one.until(batch_id, "completed")
-    assert written[-1] == ("completed", True)
-    assert not BatchBook(tmp_path / "batches").results(batch_id).exists()
+        assert written[-1] == ("completed", True)
+        async with asyncio.timeout(PATIENT_S):
+            while BatchBook(tmp_path / "batches").results(batch_id).exists():
+                await asyncio.sleep(0.01)
 
 
 async def test_results_are_taken_away_where_the_end_is_known_and_only_there(
