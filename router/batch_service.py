@@ -104,8 +104,9 @@ class BatchService:
             record = await asyncio.to_thread(self._book.read, batch_id)
             if record is None or record.status not in RUNNING:
                 self._ended.add(batch_id)
-                # Whatever ended the process may have come before they were taken away.
-                await asyncio.to_thread(self._book.results(batch_id).unlink, missing_ok=True)
+                if record is not None:
+                    # Whatever ended the process may have come before they were taken away.
+                    await asyncio.to_thread(self._book.results(batch_id).unlink, missing_ok=True)
             elif task is None and len(self._id_to_task) < _MAX_RUNNING:
                 self._id_to_end.pop(batch_id, None)
                 self._id_to_task[batch_id] = asyncio.create_task(self._take(record), name=batch_id)

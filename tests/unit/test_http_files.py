@@ -217,15 +217,37 @@ async def test_batch_has_ended_on_disk_before_its_results_are_taken_away(
     write = BatchBook.write
 
     def noted(book: BatchBook, record: BatchRecord) -> None:
-        write(book, record)
         written.append((record.status, book.results(record.id).exists()))
+        write(book, record)
 
     monkeypatch.setattr(BatchBook, "write", noted)
     async with desk(tmp_path, tokenizer) as one:
         batch_id = await one.start_batch(rows(chat("a")))
         await one.until(batch_id, "completed")
-    assert written[-1] == ("completed", True)
-    assert not BatchBook(tmp_path / "batches").results(batch_id).exists()
+        assert written[-1] == ("completed", True)
+        async with asyncio.timeout(PATIENT_S):
+            while BatchBook(tmp_path / "batches").results(batch_id).exists():
+                await asyncio.sleep(0.01)
+
+
+async def test_results_are_taken_away_where_the_end_is_known_and_only_there(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    async with desk(tmp_path, tokenizer) as one:
+        ended = await one.start_batch(rows(chat("a")))
+        await one.until(ended, "completed")
+    book = BatchBook(tmp_path / "batches")
+    unreadable = "batch_" + 24 * "0"
+    (book.folder / f"{unreadable}.json").write_text("{")
+    for batch_id in (ended, unreadable):
+        book.results(batch_id).touch()
+    async with desk(tmp_path, tokenizer) as two:
+        # Those that were there before are looked at first.
+        await two.until(await two.start_batch(rows(chat("b"))), "completed")
+        async with asyncio.timeout(PATIENT_S):
+            while book.results(ended).exists():
+                await asyncio.sleep(0.01)
+        assert book.results(unreadable).exists()
 
 
 async def test_batch_that_is_cancelled_while_its_input_is_checked_is_cancelled(
