@@ -39,6 +39,7 @@ SETTINGS = Settings(
     heartbeat_s=0.5,
 )
 KEY, OTHER_KEY, BUSY_KEY = "sk-of-the-tests", "sk-of-another-tenant", "sk-of-a-limited-one"
+ADMIN_KEY = "sk-of-who-watches"
 MESSAGES: list[Any] = [
     {"role": "system", "content": "You are a test. " * 20},
     {"role": "user", "content": "Say something, é?"},
@@ -70,6 +71,7 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     entries = [
         KeyEntry(name="tests", key=KEY),
         KeyEntry(name="other", key=OTHER_KEY),
+        KeyEntry(name="admin", key=ADMIN_KEY, admin=True),
         KeyEntry(name="busy", key=BUSY_KEY, requests_per_minute=6000, max_concurrent=1),
     ]
     async with launch.launched(SETTINGS, lambda line: None) as serving:
@@ -470,8 +472,8 @@ async def test_curl_of_the_readme(service: Service) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not on PATH")
 
-    def curl(*arguments: str) -> str:
-        command = ["curl", "-sN", "--max-time", "120", "-H", f"Authorization: Bearer {KEY}", *arguments]
+    def curl(*arguments: str, key: str = KEY) -> str:
+        command = ["curl", "-sN", "--max-time", "120", "-H", f"Authorization: Bearer {key}", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8})
@@ -480,7 +482,9 @@ async def test_curl_of_the_readme(service: Service) -> None:
     assert whole["choices"][0]["message"]["role"] == "assistant"
     streamed = await blocking(lambda: curl(*asked, body[:-1] + ', "stream": true}'))
     assert streamed.endswith("data: [DONE]\n\n")
-    assert "kvroute_requests_total" in await blocking(lambda: curl(f"{service.url}/metrics"))
+    refused = json.loads(await blocking(lambda: curl(f"{service.url}/metrics")))
+    assert refused["error"]["code"] == "permission_denied"
+    assert "kvroute_requests_total" in await blocking(lambda: curl(f"{service.url}/metrics", key=ADMIN_KEY))
     ready = json.loads(await blocking(lambda: curl(f"{service.url}/ready")))
     assert ready["workers"]["ready"] == 2
     assert WorkerId("w0") in service.serving.router.fleet.worker_to_instance
