@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -21,9 +22,14 @@ def count_operations(call: Callable[[], object]) -> int:
         return trace
 
     former = sys.gettrace()
+    was_collecting = gc.isenabled()
+    # A collection may come at any allocation, and finalizers of what others left would count as the call's own.
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(former)
+        if was_collecting:
+            gc.enable()
     return num_operations
