@@ -25,8 +25,11 @@ from tests.support.batches import MODEL
 class ByteTokenizer:
     """UTF-8 bytes as token ids: starts at once, which the real one does not."""
 
-    async def tokens_of(self, *, messages: Sequence[Mapping[str, Any]], salt: str) -> bytes:
+    async def tokens_of(self, *, messages: Sequence[Mapping[str, Any]], **_: Any) -> bytes:
         return pack_tokens(list("".join(message["content"] for message in messages).encode()))
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
 
     def detokenizer(self, prompt_token_ids: bytes, **_: Any) -> Detokenizer:
         return Detokenizer(lambda token_ids: bytes(token_ids).decode(errors="replace"))
