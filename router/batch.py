@@ -156,7 +156,7 @@ async def run_prepared(
     progress_stream: TextIO | None = None,
     caller: Caller = ANYBODY,
     has_reasoning: bool = False,
-    fleet: FleetView = no_fleet,
+    fleet: FleetView | None = no_fleet,
 ) -> BatchReport:
     """Run all rows that the output does not hold yet.
 
@@ -164,7 +164,7 @@ async def run_prepared(
     calling task stops the run: rows under way are cancelled, the output is closed, and the report says so; that uses
     the cancellation up. Too many failed rows stop it in the same way. `progress` asks for lines where the stream is no
     terminal, or, if false, for none at all. `fleet` tells which workers there are, so that each is given rows of one
-    beginning after another.
+    beginning after another; with `None` rows run in the order of the input, on whatever worker the policy says.
 
     Raises:
         OutputError: results cannot be written; the output is whole and can be resumed.
@@ -239,7 +239,7 @@ class _Run:
 
     journal: Journal
     rows: RowComputer
-    fleet: FleetView
+    fleet: FleetView | None
     block_size_tokens: int
     on_row: OnRow | None
     tally: Tally
@@ -247,21 +247,38 @@ class _Run:
     _has_logged_traceback: bool = field(default=False, init=False)
 
     async def take_all(self, rows: Iterator[Row]) -> None:
-        """Bring every unfinished row to its line, by a plan, with a bounded number under way."""
+        """Bring every unfinished row to its line, by a plan if one is asked for, with a bounded number under way."""
         try:
             async with asyncio.TaskGroup() as upkeep:
                 keeper = upkeep.create_task(self._keep_synced())
-                await PlannedRun(
-                    self._outline,
-                    self._run_row,
-                    block_size_tokens=self.block_size_tokens,
-                    max_under_way=self.rows.limits.max_in_flight,
-                    fleet=self.fleet,
-                ).run(rows)
+                if self.fleet is None:
+                    await self._take_in_order(rows)
+                else:
+                    await PlannedRun(
+                        self._outline,
+                        self._run_row,
+                        block_size_tokens=self.block_size_tokens,
+                        max_under_way=self.rows.limits.max_in_flight,
+                        fleet=self.fleet,
+                    ).run(rows)
                 keeper.cancel()
         except ExceptionGroup as group:
             # Whatever ends the run hits all places at once: the first account of it is enough.
             raise _first_leaf(group) from None
+
+    async def _take_in_order(self, rows: Iterator[Row]) -> None:
+        """Run rows as they come, a bounded number of them at a time, each where the policy says."""
+
+        async def take() -> None:
+            for row in rows:
+                if row.key not in self.journal.finished:
+                    await self._run_row(row, row.body, None, None)
+                # Long stretches of finished or faulty rows must not hold the loop.
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as places:
+            for _ in range(self.rows.limits.max_in_flight):
+                places.create_task(take())
 
     async def _outline(self, row: Row) -> Outline[Row] | None:
         return None if row.key in self.journal.finished else await self.rows.outline(row)

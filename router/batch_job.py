@@ -13,7 +13,7 @@ from typing import Any
 from router.batch import BatchLimits, BatchReport, Inputs, OnRow, PreparedBatch, prepare_batch, run_prepared
 from router.batch_file import BatchInput, Shard
 from router.input_files import find_files
-from router.planned_run import fleet_of
+from router.planned_run import view_of
 from router.requests import ServiceClass
 from router.serving import Say, Serving
 from router.workers import find_workers, serving_of
@@ -88,7 +88,7 @@ async def run_rows(
         on_row=on_row,
         progress=progress,
         has_reasoning=bool(settings.reasoning_parser),
-        fleet=lambda: fleet_of(serving.router),
+        fleet=view_of(serving.router),
     )
 
 

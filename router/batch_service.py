@@ -49,7 +49,7 @@ class BatchRuns:
     """Whom a tenant's requests come from; `None` for a tenant that is gone."""
     has_reasoning: bool = False
     """Whether workers tell a chat's reasoning from its content."""
-    fleet: FleetView = no_fleet
+    fleet: FleetView | None = no_fleet
 
 
 class BatchService:

@@ -70,6 +70,11 @@ def fleet_of(router: Router) -> FleetMeans | None:
     )
 
 
+def view_of(router: Router) -> FleetView | None:
+    """What a plan sees of a router's workers; `None` where its policy does not mind caches: then there is no plan."""
+    return (lambda: fleet_of(router)) if router.policy.is_cache_aware else None
+
+
 @dataclass(frozen=True, slots=True)
 class Outline(Generic[Item]):
     """What a plan needs to know of a row, and what is put aside of it until it runs."""

@@ -25,7 +25,7 @@ from router.http_call import App, Limits
 from router.http_files import FilesApi
 from router.http_server import is_loopback, listen, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
-from router.planned_run import fleet_of
+from router.planned_run import view_of
 from router.request_log import log_of_process
 from router.serve_dashboard import dashboard_of, words_of
 from router.serving import Say, Serving, url_of
@@ -155,7 +155,7 @@ def make_batch_service(
         limits=BatchLimits(serving.num_in_flight(_IN_FLIGHT_PER_SEQ)),
         caller_of=_key_ring(settings, entries, 1).caller_of,
         has_reasoning=bool(settings.reasoning_parser),
-        fleet=lambda: fleet_of(serving.router),
+        fleet=view_of(serving.router),
     )
     return BatchService(runs, *files, random.Random(settings.seed))
 

@@ -82,7 +82,7 @@ class Bench:
         resume: bool = False,
         limits: BatchLimits = FAST,
         service_class: ServiceClass = ServiceClass.INTERACTIVE,
-        fleet: FleetView = no_fleet,
+        fleet: FleetView | None = no_fleet,
     ) -> BatchReport:
         with self.prepare(rows, resume=resume) as prepared:
             return await run_prepared(
@@ -248,6 +248,16 @@ async def test_rows_of_one_beginning_go_to_one_worker(bench: Bench) -> None:
     for request in fake.requests[:16]:
         prompt_to_workers.setdefault(request.token_ids, set()).add(request.worker)
     assert sorted(map(sorted, prompt_to_workers.values())) == [["w0"], ["w1"]]
+
+
+async def test_rows_run_in_their_order_on_any_worker_where_no_plan_is_asked_for(bench: Bench) -> None:
+    fake = bench.fake()
+    rows = [chat_row(f"r{number}", "ab"[number % 2] * (64 + number)) for number in range(20)]
+    report = await bench.run(rows, fake, fleet=None)
+    assert (report.num_ok, fake.max_live) == (20, FAST.max_in_flight)
+    lengths = [len(request.token_ids) for request in fake.requests]
+    assert lengths == sorted(lengths)
+    assert {request.worker for request in fake.requests} == {None}
 
 
 async def test_rows_of_lower_priority_go_first_and_then_those_that_are_due(bench: Bench) -> None:
