@@ -15,18 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from router.batch import prepare_batch
-from router.batch_file import BatchInput, read_rows
 from router.batch_job import run_rows
-from router.batch_report import PossibleHits
-from router.batch_rows import BatchLimits, RowComputer
+from router.batch_report import BatchReport, PossibleHits
 from router.batch_simulation import simulate_batch
-from router.demo_input import demo_rows
-from router.keys import ANYBODY
-from router.known_keys import KnownKeys
+from router.demo_input import WORKER_SETTINGS, demo_rows
 from router.planned_run import fleet_of
 from router.policies import make_policy
-from router.requests import ServiceClass
-from router.serving import Serving
 from router.simulation import Arrival, FleetResult, FleetSpec, simulate
 from shared.config import Settings
 from shared.errors import KvrouteError
@@ -163,16 +157,6 @@ def _num_tokens(row: Arrival) -> int:
 
 # Real.
 
-_REAL_SETTINGS: dict[str, Any] = {
-    "model": "smollm2",
-    "workers": 2,
-    "max_num_seqs": 2,
-    # As in the demo: one pool cannot hold all the beginnings.
-    "kv_cache_blocks": 84,
-    "max_model_len": 2048,
-    "gpus_per_worker": 0.5,
-    "gpu_memory_utilization": 0.4,
-}
 _REAL_ANSWER_TOKENS = 4
 
 
@@ -197,80 +181,38 @@ def real_rows(num_rows: int, seed: int) -> Iterator[dict[str, Any]]:
         yield {"custom_id": f"row-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
-@dataclass(slots=True)
-class _RealRun:
-    """What came of one run on real workers."""
-
-    wall_s: float
-    prompt_tokens: int
-    cached_tokens: int
-
-    @property
-    def computed_tokens(self) -> int:
-        return self.prompt_tokens - self.cached_tokens
-
-
 async def _real(sizes: Sizes, say: Callable[[str], None]) -> dict[str, float]:
-    # Brings Ray along.
-    from router import launch
-
-    settings = Settings(**_REAL_SETTINGS)
+    settings = Settings(**WORKER_SETTINGS)
     with tempfile.TemporaryDirectory(prefix="kvroute-") as folder:
-        source, output = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
+        source = Path(folder) / "in.jsonl"
         source.write_text("".join(json.dumps(row) + "\n" for row in real_rows(sizes.num_real_rows, sizes.seed)))
         say("real workers, by plan, with empty caches")
-        with prepare_batch(source, output, served_model=settings.model_name, resume=False) as prepared:
-            async with launch.launched(settings, say) as serving:
-                report = await run_rows(serving, prepared, progress=False)
-        if report.num_failed or report.is_interrupted:
-            raise KvrouteError(f"{report.num_failed} of {report.num_rows} rows failed")
-        planned = _RealRun(report.wall_s, report.prompt_tokens, report.cached_tokens)
+        planned = await _run_real(settings, source, say)
         say("real workers, by round robin in the order of the file, with empty caches")
-        async with launch.launched(settings.model_copy(update={"policy": "round_robin"}), say) as serving:
-            unplanned = await _in_order(serving, source)
-    num_distinct = report.prompt_tokens - report.possible_cached_tokens
+        unplanned = await _run_real(settings.model_copy(update={"policy": "round_robin"}), source, say)
+    num_distinct = planned.prompt_tokens - planned.possible_cached_tokens
     return {
         "num_rows_real": sizes.num_real_rows,
         "wall_over_round_robin_real": planned.wall_s / unplanned.wall_s,
         "wall_s_real": planned.wall_s,
         "round_robin_wall_s_real": unplanned.wall_s,
-        "computed_over_distinct_real": planned.computed_tokens / num_distinct,
-        "round_robin_computed_over_distinct_real": unplanned.computed_tokens / num_distinct,
+        "computed_over_distinct_real": (planned.prompt_tokens - planned.cached_tokens) / num_distinct,
+        "round_robin_computed_over_distinct_real": (unplanned.prompt_tokens - unplanned.cached_tokens) / num_distinct,
     }
 
 
-async def _in_order(serving: Serving, source: Path) -> _RealRun:
-    """Run a file's rows in their order, as many at a time as a plan would."""
-    rng = random.Random(0)
-    clock = asyncio.get_running_loop().time
-    run = _RealRun(clock(), 0, 0)
-    computer = RowComputer(
-        generate=serving.router.generate,
-        tokenizer=serving.tokenizer,
-        known_keys=KnownKeys(serving.scheme),
-        caller=ANYBODY,
-        served_model=serving.settings.model_name,
-        max_model_len_tokens=serving.max_model_len_tokens,
-        rng=rng,
-        limits=BatchLimits(),
-        service_class=ServiceClass.INTERACTIVE,
-        has_reasoning=False,
-        name="bench",
-        began_at_s=clock(),
-    )
-    rows = read_rows(BatchInput.of(source))
+async def _run_real(settings: Settings, source: Path, say: Callable[[str], None]) -> BatchReport:
+    """A batch on new workers, with as many rows under way as a plan has, whether there is one or not."""
+    # Brings Ray along.
+    from router import launch
 
-    async def take() -> None:
-        for row in rows:
-            usage = (await computer.compute(row, None, None)).usage
-            run.prompt_tokens += usage.prompt_tokens
-            assert usage.cached_tokens is not None, "own engines tell"
-            run.cached_tokens += usage.cached_tokens
-
-    fleet = fleet_of(serving.router)
-    assert fleet is not None, "workers are ready"
-    async with asyncio.TaskGroup() as group:
-        for _ in range(sum(room.num_rows for room in fleet.worker_to_room.values())):
-            group.create_task(take())
-    run.wall_s = clock() - run.wall_s
-    return run
+    output = source.with_name(f"{settings.policy}.jsonl")
+    with prepare_batch(source, output, served_model=settings.model_name, resume=False) as prepared:
+        async with launch.launched(settings, say) as serving:
+            fleet = fleet_of(serving.router)
+            assert fleet is not None, "workers are ready"
+            num_rows = sum(room.num_rows for room in fleet.worker_to_room.values())
+            report = await run_rows(serving, prepared, max_in_flight=num_rows, progress=False)
+    if report.num_failed or report.is_interrupted:
+        raise KvrouteError(f"{report.num_failed} of {report.num_rows} rows failed")
+    return report

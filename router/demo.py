@@ -6,31 +6,18 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from router import launch
 from router.batch import BatchReport, Row, prepare_batch
 from router.batch_job import run_rows
 from router.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
-from router.demo_input import demo_rows
+from router.demo_input import WORKER_SETTINGS, demo_rows
 from router.requests import RequestTrace
 from router.serving import Say
 from shared.config import Settings
 
 _POLICIES = ("cost", "round_robin")
 _SEED = 20
-_WORKER_SETTINGS: dict[str, Any] = {
-    "model": "smollm2",
-    "workers": 2,
-    "max_num_seqs": 2,
-    # Every system prompt of the batch together needs more than one such pool and less than two: the situation in
-    # which it matters where a request goes.
-    "kv_cache_blocks": 84,
-    "max_model_len": 2048,
-    # On a machine with one GPU both workers share it.
-    "gpus_per_worker": 0.5,
-    "gpu_memory_utilization": 0.4,
-}
 _MAX_IN_FLIGHT = 4
 """As many as the workers run at once, so that what is measured is routing and not a queue."""
 
@@ -43,13 +30,13 @@ async def run_demo(
     num_rows = await asyncio.to_thread(_write_input, input_path)
     say(f"{num_rows} chat requests in {input_path}: 11 system prompts, chats of several turns, one-off prompts")
     say(
-        f"2 workers with {_WORKER_SETTINGS['kv_cache_blocks']} KV blocks of {settings.block_size} tokens each: "
+        f"2 workers with {WORKER_SETTINGS['kv_cache_blocks']} KV blocks of {settings.block_size} tokens each: "
         "one pool cannot hold all the prompts' beginnings, two together can"
     )
     policy_to_report: dict[str, BatchReport] = {}
     for policy in _POLICIES:
         say(f"policy {policy}, with new workers and empty caches")
-        policy_settings = settings.model_copy(update={**_WORKER_SETTINGS, "policy": policy})
+        policy_settings = settings.model_copy(update={**WORKER_SETTINGS, "policy": policy})
         output_path = output_dir / f"{policy}.jsonl"
         output_path.unlink(missing_ok=True)
         report = await _run_policy(policy_settings, input_path, output_path, say)

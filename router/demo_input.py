@@ -11,6 +11,20 @@ import yaml
 
 Message = dict[str, str]
 
+WORKER_SETTINGS: dict[str, Any] = {
+    "model": "smollm2",
+    "workers": 2,
+    "max_num_seqs": 2,
+    # Every system prompt of the batch together needs more than one such pool and less than two: the situation in
+    # which it matters where a request goes.
+    "kv_cache_blocks": 84,
+    "max_model_len": 2048,
+    # On a machine with one GPU both workers share it.
+    "gpus_per_worker": 0.5,
+    "gpu_memory_utilization": 0.4,
+}
+"""The workers that the input is made for."""
+
 
 def demo_rows(seed: int, *, model: str = "smollm2") -> list[dict[str, Any]]:
     """All rows in an order drawn from `seed`, as if many users had written at once.
