@@ -53,21 +53,6 @@ class Span:
     itl_counts: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    at_s: float
-    num_ended: int
-    num_failed: int
-    num_output_tokens: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_told_tokens: int
-    num_matched_tokens: int
-    num_possible_tokens: int
-    ttft_counts: tuple[int, ...]
-    itl_counts: tuple[int, ...]
-
-
 class Rates:
     """Samples a router's counters about once a second, as they are counted up anyway; owns the samples of five minutes.
 
@@ -79,14 +64,15 @@ class Rates:
         self._metrics = metrics
         self._clock = clock
         self.began_at_s = clock()
-        self._samples: deque[_Sample] = deque([self._sample(self.began_at_s)])
+        self._samples: deque[Span] = deque([self._sample(self.began_at_s)])
+        """Each from the beginning to its own moment."""
 
     def tick(self) -> None:
         """Take a sample where one is due. Modifies; costs next to nothing otherwise."""
         now = self._clock()
-        if now - self._samples[-1].at_s >= _INTERVAL_S:
+        if now - self._samples[-1].ends_at_s >= _INTERVAL_S:
             self._samples.append(self._sample(now))
-            while now - self._samples[0].at_s > _KEPT_S:
+            while now - self._samples[0].ends_at_s > _KEPT_S:
                 self._samples.popleft()
 
     def span(self, length_s: float) -> Span:
@@ -95,7 +81,7 @@ class Rates:
         first = self._samples[0]
         for sample in reversed(self._samples):
             first = sample
-            if now.at_s - sample.at_s >= length_s:
+            if now.ends_at_s - sample.ends_at_s >= length_s:
                 break
         return _between(first, now)
 
@@ -105,7 +91,7 @@ class Rates:
         samples = list(self._samples)
         spans, start = [], 0
         for end in range(1, len(samples)):
-            while start + 1 < end and samples[end].at_s - samples[start + 1].at_s >= length_s:
+            while start + 1 < end and samples[end].ends_at_s - samples[start + 1].ends_at_s >= length_s:
                 start += 1
             spans.append(_between(samples[start], samples[end]))
         return spans
@@ -139,10 +125,12 @@ class Rates:
             possible_share=share(sum(span.num_possible_tokens for span in spans), num_prompt_tokens),
         )
 
-    def _sample(self, now_s: float) -> _Sample:
+    def _sample(self, now_s: float) -> Span:
+        """All that has been counted from the beginning until now."""
         metrics = self._metrics
-        return _Sample(
-            at_s=now_s,
+        return Span(
+            ends_at_s=now_s,
+            length_s=now_s - self.began_at_s,
             num_ended=metrics.num_ended,
             num_failed=metrics.failures.total(),
             num_output_tokens=metrics.num_output_tokens,
@@ -156,10 +144,11 @@ class Rates:
         )
 
 
-def _between(first: _Sample, last: _Sample) -> Span:
+def _between(first: Span, last: Span) -> Span:
+    """What the longer of two spans that begin together has more."""
     return Span(
-        ends_at_s=last.at_s,
-        length_s=max(last.at_s - first.at_s, 1e-9),
+        ends_at_s=last.ends_at_s,
+        length_s=max(last.ends_at_s - first.ends_at_s, 1e-9),
         num_ended=last.num_ended - first.num_ended,
         num_failed=last.num_failed - first.num_failed,
         num_output_tokens=last.num_output_tokens - first.num_output_tokens,
