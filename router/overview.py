@@ -184,32 +184,31 @@ class Viewpoint:
         watch.keep_only(fleet.worker_to_instance.keys())
         rates = watch.rates
         now = rates.window(rates.span(WINDOW_S))
-        return Overview(
-            taken_at=time.time(),
-            version=__version__,
-            routers=(
-                RouterRow(
-                    router=router.router,
-                    uptime_s=now.ends_at_s,
-                    num_held=len(router.queue),
-                    num_under_way=fleet.num_bookings,
-                    num_requests=router.metrics.num_ended,
-                    num_failovers=router.metrics.failovers.total(),
-                    now=now,
-                    is_store_resting=router.directory.is_resting,
-                ),
-            ),
-            model=router.scheme.model,
-            policy=router.policy.name,
-            block_size_tokens=router.scheme.block_size_tokens,
-            num_routers=fleet.num_routers,
+        row = RouterRow(
+            router=router.router,
             uptime_s=now.ends_at_s,
             num_held=len(router.queue),
             num_under_way=fleet.num_bookings,
             num_requests=router.metrics.num_ended,
             num_failovers=router.metrics.failovers.total(),
-            window_s=WINDOW_S,
             now=now,
+            is_store_resting=router.directory.is_resting,
+        )
+        return Overview(
+            taken_at=time.time(),
+            version=__version__,
+            routers=(row,),
+            model=router.scheme.model,
+            policy=router.policy.name,
+            block_size_tokens=router.scheme.block_size_tokens,
+            num_routers=fleet.num_routers,
+            uptime_s=row.uptime_s,
+            num_held=row.num_held,
+            num_under_way=row.num_under_way,
+            num_requests=row.num_requests,
+            num_failovers=row.num_failovers,
+            window_s=WINDOW_S,
+            now=row.now,
             history=tuple(map(rates.window, rates.spans(WINDOW_S))) if with_history else (),
             flags=(*_own_flags(router, members), *(flag for ask in self.flags for flag in ask())),
             workers=tuple(_worker_row(member, watch) for member in members),
