@@ -6,8 +6,10 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _LONGEST_ANSWER_BYTES = 64 << 20
 
@@ -69,19 +71,27 @@ def _number(raw: bytes, name: bytes) -> int:
     return int(raw.split(name)[1].split(b",")[0].split(b"}")[0])
 
 
-def main() -> None:
+def answer_parent(
+    name: str,
+    kind: Callable[[str], Any],
+    run: Callable[[int, list[bytes], Any], Coroutine[Any, Any, Mapping[str, object]]],
+) -> None:
+    """What a load generator's process does: read its work, say that it is ready, wait for a line, run, tell figures.
+
+    Its arguments are the server's port, a file of bodies, and one of `run`'s own, named here.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
     parser.add_argument("bodies", type=Path)
-    parser.add_argument("num_clients", type=int)
+    parser.add_argument(name, type=kind)
     arguments = parser.parse_args()
-    bodies = arguments.bodies.read_bytes().splitlines()
     # Read whole before anything is sent, so that nothing of it counts.
+    bodies = arguments.bodies.read_bytes().splitlines()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
-    sys.stdout.write(json.dumps(asyncio.run(run(arguments.port, bodies, arguments.num_clients))) + "\n")
+    sys.stdout.write(json.dumps(asyncio.run(run(arguments.port, bodies, getattr(arguments, name)))) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    answer_parent("num_clients", int, run)

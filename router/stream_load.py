@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import sys
 from array import array
-from pathlib import Path
 
 import numpy as np
+
+from router.http_load import answer_parent
 
 _RAMP_S = 2.0
 """In which the streams begin, one after the other: steady streams are measured, and no stampede."""
@@ -70,18 +68,5 @@ async def run(port: int, bodies: list[bytes], step_s: float) -> dict[str, float]
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("port", type=int)
-    parser.add_argument("bodies", type=Path)
-    parser.add_argument("step_s", type=float)
-    arguments = parser.parse_args()
-    bodies = arguments.bodies.read_bytes().splitlines()
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    sys.stdin.readline()
-    sys.stdout.write(json.dumps(asyncio.run(run(arguments.port, bodies, arguments.step_s))) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    answer_parent("step_s", float, run)
