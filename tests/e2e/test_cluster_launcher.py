@@ -9,7 +9,6 @@ import json
 import random
 import shutil
 import subprocess
-import time
 import urllib.request
 import uuid
 from collections import Counter
@@ -20,10 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.batches import chat_row, read_records, write_rows
+from tests.support.batches import chat_row, read_records, wait_for_rows, write_rows
 from tests.support.cluster_file import cluster_document
 from tests.support.commands import assert_no_process_left
-from tests.support.machines_on_loopback import ROOT, LoopbackMachines, free_port, ssh_user
+from tests.support.machines_on_loopback import ROOT, LoopbackMachines, ssh_user
+from tests.support.servers import free_port
 
 pytestmark = [
     pytest.mark.cluster,
@@ -131,14 +131,6 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def wait_for_rows(path: Path, num_rows: int, process: subprocess.Popen[str]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not path.exists() or path.read_bytes().count(b"\n") < num_rows:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline_s, path
-        time.sleep(0.05)
-
-
 def assert_complete(path: Path) -> None:
     records = read_records(path)
     assert Counter(record["custom_id"] for record in records) == Counter(f"row-{index}" for index in range(NUM_ROWS))
@@ -159,7 +151,7 @@ def test_cluster_comes_up_runs_batches_over_a_lost_node_and_goes_down(tmp_path: 
             *("ray", "submit", "cluster.yaml", "router/cli.py", "--", "batch", "in.jsonl", "-o", "out.jsonl"),
             *("--config", "kvroute/cluster.yaml", *SIMULATED),
         )
-        wait_for_rows(home / "out.jsonl", 10, submitted)
+        wait_for_rows(home / "out.jsonl", 10, submitted, within_s=DEADLINE_S)
         assert cluster.nodes[1].kill() > 0
         said, _ = submitted.communicate(timeout=DEADLINE_S)
         assert submitted.returncode == 0, said
@@ -177,7 +169,7 @@ def test_cluster_comes_up_runs_batches_over_a_lost_node_and_goes_down(tmp_path: 
             # Few at once take a minute, by the profile: its workers can be looked at on any machine.
             *("--config", home / "kvroute/cluster.yaml", *SIMULATED, "--max-in-flight", "2"),
         )
-        wait_for_rows(home / "job.jsonl", 1, job)
+        wait_for_rows(home / "job.jsonl", 1, job, within_s=DEADLINE_S)
         actors, gpu_nodes = cluster.actors(), cluster.gpu_nodes()
         said, _ = job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 0, said

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from router import runfile
-from tests.support.batches import chat_row, read_records, write_rows
+from tests.support.batches import chat_row, read_records, wait_for_rows, write_rows
 from tests.support.commands import (
     assert_no_process_left,
     run_command,
@@ -44,19 +44,6 @@ def batch_rows(num_rows: int, max_tokens: int = 8) -> list[dict[str, object]]:
         chat_row(f"row-{index}", f"{beginnings[index % 4]} question {index}", model="tiny", max_tokens=max_tokens)
         for index in range(num_rows)
     ]
-
-
-def wait_for_rows(path: Path, num_rows: int, process: object) -> None:
-    """Wait until the output holds that many whole rows."""
-    import time
-
-    deadline = time.monotonic() + 200.0
-    while time.monotonic() < deadline:
-        if path.exists() and path.read_bytes().count(b"\n") >= num_rows:
-            return
-        assert process.poll() is None, process.communicate()  # type: ignore[attr-defined]
-        time.sleep(0.01)
-    raise AssertionError(f"no {num_rows} rows in {path}")
 
 
 def test_batch_killed_in_the_middle_is_resumed_without_computing_anything_twice(tmp_path: Path, tag: str) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.batches import chat_row, read_records, write_rows
 from tests.support.commands import assert_no_process_left, run_command, tagged_environment, tagged_processes
-from tests.support.machines_on_loopback import free_port
+from tests.support.servers import free_port
 
 pytest.importorskip("ray", reason="needs Ray")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +40,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     raw = path.read_bytes()
     assert raw == b"" or raw.endswith(b"\n")
     return [json.loads(line) for line in raw.splitlines()]
+
+
+def wait_for_rows(path: Path, num_rows: int, process: subprocess.Popen[str], *, within_s: float = 200.0) -> None:
+    """Wait until the output of a process that runs holds that many whole rows. Blocks."""
+    deadline_s = time.monotonic() + within_s
+    while not path.exists() or path.read_bytes().count(b"\n") < num_rows:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s, f"no {num_rows} rows in {path}"
+        # Another process writes them, and nothing tells when.
+        time.sleep(0.01)

@@ -25,6 +25,7 @@ from typing import Self
 import psutil
 
 from tests.support.commands import tagged_environment
+from tests.support.servers import free_port
 
 ROOT = Path(__file__).parents[2]
 MACHINE_VARIABLE = "KVROUTE_TEST_MACHINE"
@@ -170,14 +171,6 @@ class LoopbackMachines:
             except OSError:
                 time.sleep(0.05)
         raise AssertionError((self.folder / "sshd.log").read_text())
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def ssh_user() -> str:
