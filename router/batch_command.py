@@ -16,7 +16,7 @@ from router.cli import EXIT_FAILED_ROWS, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOO_MAN
 from router.input_files import find_files
 from router.serving import Say
 from shared.config import Settings
-from shared.errors import ConfigError, KvrouteError, NoWorker, OutputError
+from shared.errors import ConfigError, KvrouteError, OutputError
 
 
 async def run_batch_command(
@@ -33,7 +33,7 @@ async def run_batch_command(
         if summary_path is not None:
             # What ended the run may keep this from being written as well; the exit code tells of it all the same.
             _try_write(summary_path, {"status": "failed", "error": {"code": error.code, "message": str(error)}}, say)
-        raise NoWorker(f"{error}; {hint}") from None if isinstance(error, NoWorker) else error
+        raise KvrouteError(f"{error}; {hint}") from error
     if summary_path is not None:
         _write_summary(summary_path, report.as_summary())
     say(summary_line(report, job.output))
