@@ -136,7 +136,9 @@ def test_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     assert _error(file=tmp_path) == f"--config: cannot read {tmp_path}: Is a directory"
 
 
-@pytest.mark.parametrize("text", ["a: [1", "seed: 2024-13-45", b"\xff\xfe\x00", "? [a]\n: b"])
+# "0x_" passes YAML's pattern of a number and is none. (A date that is none would do, too, were it not that a library
+# of vLLM's has PyYAML read dates as texts from then on.)
+@pytest.mark.parametrize("text", ["a: [1", "seed: 0x_", b"\xff\xfe\x00", "? [a]\n: b"])
 def test_file_that_is_not_yaml_is_an_error(write: Any, text: str | bytes) -> None:
     path = write(text)
     assert _error(file=path).startswith(f"--config: {path} is not YAML: ")
