@@ -29,6 +29,9 @@ _DECODE_STEPS = 16
 _NUM_REWEIGHTINGS = 30
 _SLOW_WEIGHT = 0.05
 """Of a sample that took longer than the fit says, against one that took less."""
+_LEAST_REQUEST_S = 1e-4
+"""Samples do not tell less than this from nothing, but an engine never takes two requests at the same moment: with no
+time between them, all that are sent together would share a step."""
 _SMALLEST_TOKEN_ID, _LARGEST_TOKEN_ID = 5, 250
 """Ordinary ones in every vocabulary."""
 
@@ -141,7 +144,7 @@ def fit(samples: Sequence[Sample], name: str, info: EngineInfo, scheme: CacheSch
         pair_s,
         decode_s_per_seq,
         context_s,
-        request_s=request_s,
+        request_s=max(request_s, _LEAST_REQUEST_S),
         step_budget_tokens=info.step_budget_tokens,
         max_num_seqs=info.max_num_seqs,
         kv_capacity_tokens=info.num_blocks * scheme.block_size_tokens,

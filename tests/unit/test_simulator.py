@@ -252,14 +252,24 @@ def test_a_cancel_frees_at_once_and_leaves_others_as_they_were() -> None:
 
 def test_a_request_takes_its_time_to_arrive_and_can_be_cancelled_on_its_way() -> None:
     async def scenario() -> None:
-        async with bench(profile=replace(PROFILE, request_s=3.0)) as simulated:
+        async with bench(profile=replace(PROFILE, request_s=1.5)) as simulated:
             asks = [asyncio.create_task(simulated.ask(prompt(75 + i, 10), 1, name=f"a{i}")) for i in range(2)]
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(1.0)
             assert simulated.engine.stats().num_waiting == 2
             await simulated.engine.cancel(RequestId("a0"))
             cancelled, other = await asyncio.gather(*asks)
-            assert (cancelled.finish, cancelled.times_s) == (FinishReason.ABORT, [pytest.approx(2.0)])
+            assert (cancelled.finish, cancelled.times_s) == (FinishReason.ABORT, [pytest.approx(1.0)])
             assert other.times_s == [pytest.approx(3.0 + 1.105)]
+
+    run(scenario())
+
+
+def test_requests_sent_at_the_same_moment_arrive_one_after_another_so_the_first_has_a_step_of_its_own() -> None:
+    async def scenario() -> None:
+        async with bench(profile=replace(PROFILE, request_s=0.001)) as simulated:
+            first, second = await asyncio.gather(*(simulated.ask(prompt(77 + i, 10), 1) for i in range(2)))
+            assert first.times_s == [pytest.approx(0.001 + 1.105)]
+            assert second.times_s == [pytest.approx(0.001 + 2 * 1.105)]
 
     run(scenario())
 

@@ -37,8 +37,8 @@ class LatencyProfile:
     decode_s_per_context_token: float
     """Reading the keys and values of one token of context."""
     request_s: float = 0.0
-    """From a request's arrival until a step can take it, beside the steps of others: its way into the engine's process,
-    and that of its first token out of it."""
+    """Until a step can take a request, beside the steps of others: its way into the engine's process, which they go
+    one after another, and that of its first token out of it."""
     step_budget_tokens: int = 2048
     """Most tokens in one step: vLLM's `max_num_batched_tokens`."""
     max_num_seqs: int = 256

@@ -78,6 +78,7 @@ class SimulatorEngine:
         self._live: dict[RequestId, Simulated] = {}
         self._arriving: dict[Simulated, asyncio.TimerHandle] = {}
         """Those that no step can take yet."""
+        self._last_arrival_s = 0.0
         self._plan: Plan | None = None
         self._planned_at_s = 0.0
         self._timer: asyncio.Handle | None = None
@@ -192,7 +193,9 @@ class SimulatorEngine:
         self._live[request] = sequence
         if self._profile.request_s:
             loop = asyncio.get_running_loop()
-            self._arriving[sequence] = loop.call_later(self._profile.request_s, self._arrive, sequence)
+            # One after another: of requests sent at the same moment an idle engine's next step finds the first alone.
+            self._last_arrival_s = max(loop.time(), self._last_arrival_s) + self._profile.request_s
+            self._arriving[sequence] = loop.call_at(self._last_arrival_s, self._arrive, sequence)
             self.on_change()
         else:
             self._arrive(sequence)
