@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.known_keys import KnownKeys
-from router.planner import Draft, Pace, Planner, Room, chain_of, planned
+from router.planner import Planner, Room
+from router.row_groups import Draft, Pace, chain_of, planned
 from shared.hashing import pack_tokens
 from shared.types import CacheScheme, WorkerId
 
