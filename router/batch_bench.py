@@ -10,7 +10,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from router.simulation import Arrival, FleetResult, FleetSpec, simulate
 from shared.config import Settings
 from shared.errors import KvrouteError
 from shared.hashing import TOKEN_SIZE_BYTES, block_keys, num_usable_blocks, pack_tokens, root_key
-from shared.types import CacheScheme
+from shared.types import BlockKey, CacheScheme
 from worker.engines.profiles import LatencyProfile, load_profile
 
 _BLOCK_SIZE_TOKENS = 64
@@ -106,6 +106,19 @@ def bound_s(rows: Sequence[Arrival], profile: LatencyProfile, num_workers: int) 
     return work_s / num_workers
 
 
+def least_s(rows: Sequence[Arrival], profile: LatencyProfile, num_workers: int) -> float:
+    """The bound, and the time that prompt tokens take for seeing those before them."""
+    root, block_to_pairs, num_pairs = root_key(CacheScheme("bench", _BLOCK_SIZE_TOKENS)), dict[BlockKey, float](), 0.0
+    for row in rows:
+        num_tokens = _num_tokens(row)
+        num_usable = num_usable_blocks(num_tokens, _BLOCK_SIZE_TOKENS)
+        keys = block_keys(row.token_ids, _BLOCK_SIZE_TOKENS, root)[:num_usable]
+        block_to_pairs |= {key: (index + 0.5) * _BLOCK_SIZE_TOKENS**2 for index, key in enumerate(keys)}
+        num_pairs += (num_tokens**2 - (num_usable * _BLOCK_SIZE_TOKENS) ** 2) / 2
+    num_pairs += sum(block_to_pairs.values())
+    return bound_s(rows, profile, num_workers) + profile.prefill_s_per_token_context * num_pairs / num_workers
+
+
 def _simulated(sizes: Sizes, say: Callable[[str], None]) -> dict[str, float]:
     profile = load_profile("13b-a100")
     spec = FleetSpec(
@@ -130,12 +143,15 @@ def _simulated(sizes: Sizes, say: Callable[[str], None]) -> dict[str, float]:
         spec, make_policy("round_robin"), rows, max_under_way=_IN_FLIGHT_PER_SEQ * num_seqs, is_planned=False
     )
     num_distinct = distinct_tokens(rows)
+    least = least_s(rows, replace(profile, max_num_seqs=sizes.max_num_seqs), sizes.num_workers)
     return {
         "num_rows": len(rows),
         "computed_over_distinct": _computed(ours) / num_distinct,
         "makespan_over_bound": ours.makespan_s / bound_s(rows, profile, sizes.num_workers),
+        "makespan_over_least": ours.makespan_s / least,
         "makespan_over_sorted_sglang": ours.makespan_s / peer.makespan_s,
         "makespan_over_sorted_sglang_at_once": ours.makespan_s / at_once.makespan_s,
+        "least_over_sorted_sglang_at_once": least / at_once.makespan_s,
         "makespan_s": ours.makespan_s,
         "sorted_sglang_computed_over_distinct": _computed(peer) / num_distinct,
         "round_robin_computed_over_distinct": _computed(unplanned) / num_distinct,

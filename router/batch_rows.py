@@ -17,8 +17,8 @@ from router.keys import Caller
 from router.known_keys import KnownKeys
 from router.openai import Endpoint, ParsedRequest, Usage, completion_body, parse_request
 from router.planned_run import Outline
-from router.planner import chain_of, urgency_of
 from router.requests import ServiceClass
+from router.row_groups import chain_of, urgency_of
 from router.tokenizer import Tokenizer
 from router.told import Whole
 from shared.errors import AttemptsExhausted, DeadlineExceeded, EngineError, NoWorker, QueueFull, TransientError

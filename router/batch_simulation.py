@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from router.planned_run import Outline, PlannedRun, fleet_of
-from router.planner import chain_of, urgency_of
 from router.policies.base import Policy
 from router.requests import GenerateRequest
+from router.row_groups import chain_of, urgency_of
 from router.simulation import Arrival, FleetResult, FleetSpec, Simulation
 from shared.hashing import TOKEN_SIZE_BYTES
 from shared.types import RequestId, Sampling, WorkerId

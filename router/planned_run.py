@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from router.planner import Draft, Pace, Planner, Room, Seat, Turn, Urgency, planned
+from router.planner import Planner, Room, Seat, Turn
+from router.row_groups import Draft, Pace, Urgency, planned
 from router.service import Router
 from shared.types import WorkerId
 

@@ -30,8 +30,8 @@ from worker.engines.profiles import LatencyProfile
 pytestmark = [pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
 
 NUM_ROWS, NUM_BEGINNINGS = 2000, 100
-# Steps that last: between what is waited for and the end of the batch there are many seconds to kill somebody.
-PROFILE = LatencyProfile("steady", 20e-3, 1e-6, 0.0, 1e-6, 1e-9, kv_capacity_tokens=1 << 15)
+NUM_UNTIL_WORKER_DIES, NUM_UNTIL_STORE_DIES, NUM_UNTIL_COMMAND_DIES = 600, 900, 1200
+PROFILE = LatencyProfile("steady", 2e-3, 1e-6, 0.0, 1e-6, 1e-9, kv_capacity_tokens=1 << 15)
 KV_BLOCKS = 72
 """For each worker: far less than all beginnings take, so that only rows that come together share theirs."""
 NUM_SHARED_TOKENS = 3 * 64
@@ -40,10 +40,6 @@ MAX_REPEATED_SHARE = 0.02
 MIN_SHARE_OF_POSSIBLE = 0.5
 """Of what an endless cache could serve: far from both ends. Without deaths a plan gives 0.999 in virtual time, and the
 file's order 0.2; each death costs a beginning its blocks once more at most."""
-
-
-def num_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -104,22 +100,24 @@ async def test_batch_survives_the_death_of_a_worker_of_the_store_and_of_the_comm
             up = await asyncio.to_thread(run_command, "up", *fleet, *where, environment=environment)
             assert up.returncode == 0, up.stderr
 
-            command = start_command(*batch, "--request-log", tmp_path / "log-1.jsonl", *where, environment=environment)
-            await until(lambda: num_lines(output) >= 0.30 * NUM_ROWS)
-            victim = worker_processes(tag)[0]
-            victim.kill()
-            await until(lambda: num_lines(output) >= 0.45 * NUM_ROWS)
-            store.kill()
-            await until(lambda: num_lines(output) >= 0.50 * NUM_ROWS)
+            kills: list[tuple[int, int | None]] = [
+                (NUM_UNTIL_WORKER_DIES, worker_processes(tag)[0].pid),
+                (NUM_UNTIL_STORE_DIES, store.pid),
+                (NUM_UNTIL_COMMAND_DIES, None),
+            ]
+            log = ["--request-log", tmp_path / "log-1.jsonl"]
+            command = start_command(
+                *(json.dumps(kills), *batch, *log, *where),
+                environment=environment,
+                module="tests.support.killing_command",
+            )
+            await until(lambda: store.pid is None or command.poll() is not None)
             # Whoever watches over it starts it again; it comes back empty.
             store.start()
-            await until(lambda: num_lines(output) >= 0.60 * NUM_ROWS)
-            command.kill()
-            await asyncio.to_thread(command.communicate)
-            assert command.returncode == -signal.SIGKILL
-            before = output.read_bytes().rpartition(b"\n")[0] + b"\n"
-            num_before = before.count(b"\n")
-            assert 0.60 * NUM_ROWS <= num_before < NUM_ROWS
+            _, told = await asyncio.to_thread(command.communicate)
+            assert command.returncode == -signal.SIGKILL, told
+            before = output.read_bytes()
+            assert before.count(b"\n") == NUM_UNTIL_COMMAND_DIES
 
             log = ["--request-log", tmp_path / "log-2.jsonl", "--summary", summary, "--resume"]
             ended = await asyncio.to_thread(run_command, *batch, *log, *where, environment=environment)

@@ -23,10 +23,12 @@ def tagged_environment(tag: str, **variables: str) -> dict[str, str]:
     return {**kept, _TAG_VARIABLE: tag, "PYTHONPATH": os.getcwd(), **variables}
 
 
-def start_command(*arguments: str | Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Start `kvroute ARGUMENTS`."""
+def start_command(
+    *arguments: str | Path, environment: Mapping[str, str], module: str = "router.cli"
+) -> subprocess.Popen[str]:
+    """Start `kvroute ARGUMENTS`, or another module that takes arguments."""
     return subprocess.Popen(
-        [sys.executable, "-m", "router.cli", *map(str, arguments)],
+        [sys.executable, "-m", module, *map(str, arguments)],
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -20,9 +20,10 @@ from router.batch_journal import Journal
 from router.batch_report import PossibleHits, quantile
 from router.openai import Usage
 from router.planned_run import FleetMeans, FleetView, no_fleet
-from router.planner import Pace, Room
+from router.planner import Room
 from router.progress import PLAIN_INTERVAL_S, Progress
 from router.requests import Generated, GenerateRequest, RequestTrace, ServiceClass
+from router.row_groups import Pace
 from router.tokenizer import Tokenizer
 from shared.errors import (
     AttemptsExhausted,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,27 @@ async def test_rows_in_memory_are_answered_and_the_same_rows_go_on(
     assert (report.num_ok, report.num_skipped, server.num_asked) == (2, 4, 8)
     with pytest.raises(ConfigError, match="the input has changed since"):
         await run_batch([row(number) for number in range(7)], output, settings, resume=True)
+
+
+async def test_rows_of_one_beginning_come_together_to_servers_that_run_already(
+    server: FakeVllm, folder: Path, tmp_path: Path
+) -> None:
+    other = await FakeVllm(FakeOptions()).start()
+    settings = Settings(attach=(server.attach, other.attach), tokenizer=str(folder), run_dir=tmp_path)
+    num_rows, num_beginnings = 96, 8
+    numbers = random.Random(3).sample(range(num_rows), num_rows)
+    rows = [
+        token_row(f"row-{number}", [5 + number % num_beginnings] * 64 + [100 + number], model="tiny")
+        for number in numbers
+    ]
+    report = await run_batch(rows, tmp_path / "out.jsonl", settings)
+    await other.stop()
+    assert (report.num_ok, set(report.num_requests_by_worker.values()) & {0}) == (num_rows, set())
+    beginnings = [[body["prompt"][0] for body in one.bodies if "prompt" in body] for one in (server, other)]
+    assert sum(map(len, beginnings)) == num_rows
+    # In the order of the input it would be about seven of eight.
+    num_changes = sum(one != next_one for asked in beginnings for one, next_one in pairwise(asked))
+    assert num_changes <= num_rows // 3
 
 
 async def test_files_of_a_pattern_are_answered_in_shards(settings: Settings, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from router.planned_run import FleetMeans, Outline, PlannedRun, no_fleet
-from router.planner import Pace, Room
+from router.planner import Room
+from router.row_groups import Pace
 from shared.types import WorkerId
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")

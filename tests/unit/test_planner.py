@@ -8,14 +8,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from router.planner import (
+from router.planner import Planner, Room, Seat, Turn
+from router.row_groups import (
     Draft,
     Group,
     Pace,
-    Planner,
-    Room,
-    Seat,
-    Turn,
     Urgency,
     best_cut,
     chain_of,

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from router.planner import Draft, Pace, Planner, Room, Turn, chain_of, planned, urgency_of
+from router.planner import Planner, Room, Turn
+from router.row_groups import Draft, Pace, chain_of, planned, urgency_of
 from shared.types import BlockKey, WorkerId
 
 NUM_STEPS = 400
