@@ -39,6 +39,8 @@ _MODEL_FLAGS = (
     ("gpus-per-worker", "N", "GPUs that Ray sets aside; a fraction lets workers share one."),
     ("dtype", "TYPE", "Weights' and cache's type, as vLLM names it."),
     ("eviction", "RULE", "Which cached blocks go first; stock: vLLM's own pool."),
+    ("tool-call-parser", "NAME", "vLLM's parser of the model's calls of tools; default: none, and tools are refused."),
+    ("reasoning-parser", "NAME", "vLLM's parser of the model's reasoning; default: none, and it counts as content."),
     ("engine-args", "JSON", "Further vLLM engine arguments, as JSON."),
     ("start-timeout-s", "S", "Longest wait for workers to be ready."),
 )

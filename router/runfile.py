@@ -184,15 +184,26 @@ def processes_of(marker: str) -> list[psutil.Process]:
 
 
 def end_processes(marker: str) -> int:
-    """End everything that carries the marker: politely, then by force. Says how many there were."""
-    processes = processes_of(marker)
+    """End everything that carries the marker, and what descends from it: politely, then by force. Says how many there
+    were.
+    """
+    processes = _with_descendants(processes_of(marker))
     _signal(processes, psutil.Process.terminate)
-    psutil.wait_procs(processes, timeout=_GRACE_S)
+    _, deaf = psutil.wait_procs(processes, timeout=_GRACE_S)
     # Ending takes time in which a supervisor may have started a child more.
-    leftover = processes_of(marker)
+    leftover = [*deaf, *_with_descendants(processes_of(marker))]
     _signal(leftover, psutil.Process.kill)
     psutil.wait_procs(leftover, timeout=_GRACE_S)
     return len(processes)
+
+
+def _with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those too that show no marker, but for the caller: Ray's agents write their titles over their environment."""
+    found = set(processes)
+    for process in tuple(found):
+        with contextlib.suppress(psutil.Error):
+            found.update(process.children(recursive=True))
+    return [process for process in found if process.pid != os.getpid()]
 
 
 def _make_own_folder(run_dir: Path) -> None:

@@ -69,11 +69,10 @@ class Settings(BaseModel):
     dtype: str = Field("auto", description="Weights' and cache's type, as vLLM names it.")
     eviction: EvictionName = Field("adaptive", description="Which cached blocks go first; stock: vLLM's own pool.")
     tool_call_parser: str = Field(
-        "",
-        description="vLLM's parser of the model's calls of tools; default: none, and requests with tools are refused.",
+        "", description="vLLM's parser of the model's calls of tools; default: none, and tools are refused."
     )
     reasoning_parser: str = Field(
-        "", description="vLLM's parser of the model's reasoning; default: none, and reasoning is content like all else."
+        "", description="vLLM's parser of the model's reasoning; default: none, and it counts as content."
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="Further vLLM engine arguments, as JSON.")
 

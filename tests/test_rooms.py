@@ -372,6 +372,10 @@ def test_every_flag_is_a_setting_with_its_words_or_an_argument_of_a_command() ->
     assert {name: text for name, text in helps.items() if text != Settings.model_fields[name].description} == {}
 
 
+def test_every_setting_is_a_flag_unless_it_is_a_key_that_lists_of_processes_would_show() -> None:
+    assert set(Settings.model_fields) - {action.dest for action in _actions(_parser())} == {"attach_api_key"}
+
+
 def test_every_setting_has_a_description() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from router import runfile
@@ -44,3 +49,19 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--run-dir: cannot write"), runfile.changing(tmp_path / "file" / "run"):
         pass
+
+
+def test_what_a_marked_process_has_started_ends_with_it_even_where_it_shows_no_marker() -> None:
+    """As Ray's agents, whose titles lie where their environment was."""
+    child = "import signal; print('up', flush=True); signal.pause()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], env={{}})"
+    environment = {**os.environ, runfile.MARKER_VARIABLE: "of-this-test"}
+    with subprocess.Popen([sys.executable, "-c", parent], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        (unmarked,) = psutil.Process(process.pid).children()
+        assert runfile.processes_of("of-this-test") == [psutil.Process(process.pid)]
+        assert runfile.end_processes("of-this-test") == 2
+    # Whose process number 1 collects nobody still lists the dead.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert unmarked.status() == psutil.STATUS_ZOMBIE
