@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
 from router.dashboard import charts_path, dashboard_app
 from router.explain import explain, explanation_text, read_body, wait_for_statuses
 from router.keys import ANYBODY, Caller
 from router.overview import BatchJob, Flag, Overview, Viewpoint
 from router.service import Router
-from router.top import plain_text
+from router.top import picture, plain_text
 from shared.errors import InvalidRequest, NoWorker
 from shared.transport.base import Timings
 from shared.vtime import run_virtual
@@ -169,7 +171,26 @@ def test_top_draws_blocks_in_proportion_and_none_of_a_kind_away(overview: Overvi
         "kv_blocks": {"pinned": 1, "running": 299, "shared": 300, "private": 0, "free": 600},
         "kv_total_blocks": 1200,
     }
-    assert f"#{'=' * 6}{'s' * 6}{'.' * 11} 600/1200" in plain_text(state)
+    assert f"#{'=' * 6}{'s' * 6}{'.' * 11} 600/1,200" in plain_text(state)
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_top_cuts_reasons_and_bars_alone_where_names_are_long(overview: Overview, width: int) -> None:
+    state = overview.to_json()
+    for one in (*state["workers"], *state["decisions"]):
+        one["worker"] = f"127.0.0.1:{20_000 + int(one['worker'][1:])}"
+    stream = io.StringIO()
+    Console(file=stream, width=width, color_system=None).print(picture(state))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines if " ready " in line] == [f"127.0.0.1:{20_000 + n}" for n in range(3)]
+    ages_ms = [f"{1e3 * row['status_age_s']:.0f} ms" for row in state["workers"]]
+    assert [" ".join(line.split()[-2:]) for line in lines if " ready " in line] == ages_ms
+    (place,) = [number for number, line in enumerate(lines) if line.endswith("why")]
+    assert lines[place].split() == ["time", "request", "worker", "from", "cache", "held", "TTFT", "why"]
+    for line, decision in zip(lines[place + 1 :], state["decisions"], strict=False):
+        assert f"{1e3 * decision['ttft_s']:.0f} ms" in line
+        assert line.split()[2] == decision["worker"]
 
 
 # The decision for one prompt.
