@@ -32,7 +32,7 @@ _LOOK_S = 0.5
 """Time between two looks for new batches and for cancelled ones."""
 _MAX_RUNNING = 4
 _COUNT_S = 1.0
-"""Least time between two writes of how far a batch is."""
+"""How far behind its rows the count of a batch may be, so that it is not written for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +140,21 @@ class BatchService:
             await self._finish(record, "cancelled")
             return
         prepared = await asyncio.to_thread(self._prepare, record)
-        counted_at_s = 0.0
+        telling: asyncio.TimerHandle | None = None
+
+        def tell() -> None:
+            nonlocal telling
+            telling = None
+            # Results are what counts: if there is no room for them, their own file says so.
+            with contextlib.suppress(OSError):
+                self._book.write(record)
 
         def count(row: Row, text: str | None, trace: RequestTrace) -> None:
-            nonlocal counted_at_s
+            nonlocal telling
             record.num_completed += text is not None
             record.num_failed += text is None
-            now_s = asyncio.get_running_loop().time()
-            if now_s - counted_at_s >= _COUNT_S:
-                counted_at_s = now_s
-                # Results are what counts: if there is no room for them, their own file says so.
-                with contextlib.suppress(OSError):
-                    self._book.write(record)
+            # Later, so that the last of many at once is told of even where no other follows.
+            telling = telling or asyncio.get_running_loop().call_later(_COUNT_S, tell)
 
         with prepared:
             record.num_total = prepared.num_rows
@@ -177,6 +180,8 @@ class BatchService:
                 )
             finally:
                 self._under_way.discard(record.id)
+                if telling is not None:
+                    telling.cancel()
         if not report.is_interrupted:
             await self._finish(record, "completed")
         elif record.id in self._id_to_end:

@@ -20,10 +20,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from router.http_call import CALLER
+from router.failures import error_body, retry_headers, status_of
+from router.http_call import CALLER, Call, Limits
 from router.keys import ANYBODY, Caller
 from router.overview import Overview
-from shared.errors import KvrouteError, TransientError
+from shared.errors import KvrouteError
 
 Explain = Callable[[bytes, Caller], Awaitable[Mapping[str, Any]]]
 """What would be decided about the prompt in a caller's JSON body. Raises `KvrouteError` that says what is wrong with
@@ -34,7 +35,8 @@ Take = Callable[[bool], Awaitable[Overview]]
 PATH = "/dashboard"
 _INTERVAL_S = 1.0
 _RETRY_MS = 2000
-_MAX_PROMPT_BYTES = 4 << 20
+_LIMITS = Limits(max_body_bytes=4 << 20)
+"""Of a prompt that is to be explained."""
 _MAX_VIEWERS = 64
 """Each costs a connection; more are told to come back."""
 _ASSETS = {
@@ -130,18 +132,13 @@ class _Dashboard:
         """What would be decided about a prompt, which is not run."""
         if self._explain is None:
             return Response(status_code=404, headers=_SECURITY)
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > _MAX_PROMPT_BYTES:
-                return _refusal(413, "request_too_large", f"the body is over the limit of {_MAX_PROMPT_BYTES} bytes")
+        call = Call(request.scope, request.receive, _send_nothing, own_id="")
         try:
-            caller = request.scope.get(CALLER, ANYBODY)
-            return JSONResponse(dict(await self._explain(bytes(body), caller)), headers=_uncached())
-        except TransientError as error:
-            return _refusal(503, error.code, str(error))
+            body = await call.body(_LIMITS)
+            told = await self._explain(body, request.scope.get(CALLER, ANYBODY))
+            return JSONResponse(dict(told), headers=_uncached())
         except KvrouteError as error:
-            return _refusal(400, error.code, str(error), getattr(error, "param", None))
+            return _refusal(error)
 
     async def _stream(self) -> AsyncIterator[bytes]:
         self._num_viewers += 1
@@ -163,10 +160,13 @@ class _Dashboard:
             return self._rendered
 
 
-def _refusal(status: int, code: str, message: str, param: str | None = None) -> Response:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    told = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": told}, status, headers=_uncached())
+def _refusal(error: KvrouteError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in retry_headers(error)}
+    return JSONResponse(error_body(error), status_of(error), headers={**_uncached(), **headers})
+
+
+async def _send_nothing(message: Mapping[str, Any]) -> None:
+    """For a call whose answer goes another way."""
 
 
 def _cacheable(body: bytes, media_type: str, request: Request) -> Response:

@@ -61,11 +61,12 @@ async def explain_prompt(router: Router, prompt: Prompt, tokenizer: Tokenizer, s
 async def explain(router: Router, token_ids: Sequence[int], *, salt: str = "") -> Explanation:
     """Weigh a prompt as if it came now and alone. Books, promises and sends nothing.
 
-    Raises `NoWorker` where there is none to choose from.
+    Raises `NoWorker` where there is none to choose from, `ContextTooLong` for a prompt that no worker could hold.
     """
     request = GenerateRequest(
         RequestId("explain"), pack_tokens(token_ids), Sampling(max_tokens=_NOMINAL_OUTPUT_TOKENS), salt=salt
     )
+    router.queue.check_context(request)
     block_size_tokens = router.scheme.block_size_tokens
     keys = router.keys(request)
     is_directory_known = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ from shared.errors import (
     TransientError,
     Unauthorized,
 )
+
+RETRY_S = 1.0
+"""When to come back after an error that names no time itself."""
 
 # Status and type of each error; an error that is not here has those of its nearest ancestor that is.
 _STATUS_OF: Mapping[type[BaseException], tuple[int, str]] = {
@@ -46,9 +50,17 @@ def status_of(error: BaseException) -> int:
     return _status_and_type(error)[0]
 
 
-def may_succeed_later(error: BaseException) -> bool:
-    """Whether repeating the same request makes sense. One that workers die of is not to be tried on more of them."""
-    return isinstance(error, TransientError) and not isinstance(error, AttemptsExhausted)
+def retry_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
+    """Headers that tell clients whether to try again, and when."""
+    if not _may_succeed_later(error):
+        return [(b"x-should-retry", b"false")]
+    wait_s = error.retry_after_s if isinstance(error, TransientError) else None
+    wait_s = RETRY_S if wait_s is None else wait_s
+    return [
+        (b"x-should-retry", b"true"),
+        (b"retry-after-ms", b"%d" % math.ceil(1e3 * wait_s)),
+        (b"retry-after", b"%d" % math.ceil(wait_s)),
+    ]
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
@@ -69,6 +81,11 @@ def body_of(message: str, code: str) -> bytes:
     return json.dumps(
         {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     ).encode()
+
+
+def _may_succeed_later(error: BaseException) -> bool:
+    """Whether repeating the same request makes sense. One that workers die of is not to be tried on more of them."""
+    return isinstance(error, TransientError) and not isinstance(error, AttemptsExhausted)
 
 
 def _status_and_type(error: BaseException) -> tuple[int, str]:

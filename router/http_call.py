@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from router.failures import error_body, may_succeed_later, status_of
+from router.failures import RETRY_S, error_body, retry_headers, status_of
 from router.keys import Caller
 from shared.errors import (
     BodyTooLarge,
@@ -22,7 +21,6 @@ from shared.errors import (
     KvrouteError,
     Overloaded,
     RequestTimeout,
-    TransientError,
     Unauthorized,
 )
 
@@ -41,8 +39,6 @@ _JSON: Header = (b"content-type", b"application/json")
 _MAX_ID_CHARS = 128
 _SAFE_ID = re.compile(rb"[\x21-\x7e]+")
 _MAX_LINGER_READS = 4096
-_RETRY_S = 1.0
-"""When to come back after an error that names no time itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +106,7 @@ class Call:
                     is_too_large = num_bytes > limits.max_body_bytes
         except TimeoutError:
             raise RequestTimeout(
-                f"the request's body did not arrive within {limits.body_timeout_s:g} s", retry_after_s=_RETRY_S
+                f"the request's body did not arrive within {limits.body_timeout_s:g} s", retry_after_s=RETRY_S
             ) from None
         if is_too_large:
             await self._refuse_body(limits, has_more)
@@ -180,15 +176,7 @@ class Call:
             await self.write(b"data: " + _encoded(error_body(error)) + b"\n\n", is_last=True)
             return
         status = status_of(error)
-        is_retry = may_succeed_later(error)
-        headers = [_JSON, (b"x-should-retry", b"true" if is_retry else b"false")]
-        if is_retry:
-            wait_s = error.retry_after_s if isinstance(error, TransientError) else None
-            wait_s = _RETRY_S if wait_s is None else wait_s
-            headers += [
-                (b"retry-after-ms", b"%d" % math.ceil(1e3 * wait_s)),
-                (b"retry-after", b"%d" % math.ceil(wait_s)),
-            ]
+        headers = [_JSON, *retry_headers(error)]
         if isinstance(error, Unauthorized):
             # Browsers ask their user for a password, and show it from then on: that is how the dashboard is let in.
             headers.append((b"www-authenticate", b'Bearer realm="kvroute", Basic realm="kvroute"'))

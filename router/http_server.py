@@ -174,9 +174,15 @@ class _Connection(HttpToolsProtocol):
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Answer what never reaches the application, and close."""
         if not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete:
+            # What is broken may be the body of a request that nobody has answered yet.
+            if self.cycle is None or self.cycle.response_complete or self._is_in_body:
                 self.transport.write(_canned(status, code, message))
             self.transport.close()
+
+    @property
+    def _is_in_body(self) -> bool:
+        """Whether what comes in belongs to a request that waits for it."""
+        return self.cycle.more_body and not self.cycle.response_started
 
     def _give_up_headers(self) -> None:
         self._refuse(408, "request_timeout", "the request's headers did not arrive in time")

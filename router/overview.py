@@ -67,6 +67,8 @@ class WorkerRow:
     status_age_s: float | None
     round_trip_s: float | None
     is_cache_aware: bool
+    tells_blocks: bool
+    """Whether it tells what it holds; if not, only this router's hints do."""
     is_home: bool
 
 
@@ -258,6 +260,10 @@ def _own_flags(router: Router, members: Sequence[Member]) -> list[Flag]:
                 f"Used, but not for its cache, since its blocks are not what block keys describe: {_listed(unaware)}.",
             )
         )
+    mute = [member.info.worker for member in members if not member.info.tells_blocks]
+    if mute:
+        text = f"Publish no KV events, so that only what was sent there lately counts as held: {_listed(mute)}."
+        flags.append(Flag("hints only", text))
     silent = [member.info.worker for member in members if member.state == "silent"]
     if silent:
         flags.append(Flag("silent", f"Connected, but hangs, and gets nothing new unless all do: {_listed(silent)}."))
@@ -295,6 +301,7 @@ def _worker_row(member: Member, watch: Watch) -> WorkerRow:
         status_age_s=None if status is None else member.status_age_s,
         round_trip_s=member.round_trip_s if math.isfinite(member.round_trip_s) else None,
         is_cache_aware=member.is_cache_aware,
+        tells_blocks=info.tells_blocks,
         is_home=member.is_home,
     )
 

@@ -63,7 +63,8 @@ def prompt_tokens(
     """Token ids of a prompt. Messages get the beginning of an answer, as in a request, where that is asked for.
 
     Raises:
-        ConfigError: the prompt cannot be rendered.
+        ConfigError: the prompt of a file cannot be rendered.
+        InvalidRequest: another one cannot.
     """
     try:
         if prompt.text is not None:
@@ -72,8 +73,9 @@ def prompt_tokens(
         messages = parse_request(Endpoint.CHAT, body, served_model=settings.model_name).messages or ()
         return tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
     except InvalidRequest as error:
-        flag = "--messages" if prompt.text is None else "--file"
-        raise ConfigError(f"{flag}: {prompt.file}: {error}" if prompt.file else f"{flag}: {error}") from None
+        if not prompt.file:
+            raise
+        raise ConfigError(f"{'--messages' if prompt.text is None else '--file'}: {prompt.file}: {error}") from None
 
 
 def _check_salt(flag: str, salt: str) -> str:

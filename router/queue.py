@@ -98,6 +98,18 @@ class HoldQueue:
         self._binder.note_change()
         self._changed.set()
 
+    def check_context(self, request: GenerateRequest) -> None:
+        """Raise `ContextTooLong` for a prompt that no worker could ever hold.
+
+        To find that out otherwise a worker would have to be emptied for it.
+        """
+        longest_tokens = self._fleet.max_model_len_tokens
+        if longest_tokens is not None and request.num_prompt_tokens >= longest_tokens:
+            raise ContextTooLong(
+                f"a prompt of {request.num_prompt_tokens} tokens leaves no room for an answer: "
+                f"no worker's context is longer than {longest_tokens} tokens"
+            )
+
     async def place(
         self,
         request: GenerateRequest,
@@ -118,13 +130,7 @@ class HoldQueue:
         """
         if self._is_closed:
             raise NoWorker("the router is closing")
-        # To find that out a worker would have to be emptied for it.
-        longest_tokens = self._fleet.max_model_len_tokens
-        if longest_tokens is not None and request.num_prompt_tokens >= longest_tokens:
-            raise ContextTooLong(
-                f"a prompt of {request.num_prompt_tokens} tokens leaves no room for an answer: "
-                f"no worker's context is longer than {longest_tokens} tokens"
-            )
+        self.check_context(request)
         expected_output_tokens = self._expected_output_tokens(request)
         num_tokens = request.num_prompt_tokens + expected_output_tokens
         held = Held(

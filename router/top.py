@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -77,36 +78,67 @@ def _flag(flag: Mapping[str, str]) -> Text:
     return Text(f"! {flag['name']}: {flag['text']}", style="bold yellow")
 
 
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str | Text]], *, right: Sequence[str] = (), cut: str = ""
-) -> Table:
-    """A table that is as wide as it must be; where that is too wide, the column `cut` alone is cut."""
+class _Pool:
+    """A worker's KV blocks: each kind by its letter, in proportion, and how many are in use of how many.
+
+    The letters get what the number leaves of the width; what there is at all has one at least, while there is room.
+    """
+
+    def __init__(self, blocks: Mapping[str, int] | None, num_blocks: int) -> None:
+        self._blocks = blocks
+        self._num_blocks = num_blocks
+        self._used = "-" if blocks is None else f"{num_blocks - blocks['free']:,}/{num_blocks:,}"
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widest = len(self._used) if self._blocks is None else _BAR_CHARS + 1 + len(self._used)
+        return Measurement(len(self._used), widest).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = Text(no_wrap=True, overflow="ellipsis")
+        if self._blocks is not None:
+            num_left = max(0, min(_BAR_CHARS, options.max_width - 1 - len(self._used)))
+            shares = {kind: num_left * self._blocks[kind] / self._num_blocks for kind, _, _ in _POOL}
+            for kind, mark, style in _POOL:
+                num_chars = min(num_left, max(round(shares[kind]), int(self._blocks[kind] > 0)))
+                if kind == _POOL[-1][0]:
+                    num_chars = num_left
+                text.append(mark * num_chars, style=style)
+                num_left -= num_chars
+            text.append(" " if text else "")
+        yield text.append(self._used)
+
+
+_Cell = str | Text | _Pool
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[_Cell]], *, right: Sequence[str] = (), cut: str = "") -> Table:
+    """A table that is as wide as it must be; where that is too wide, the column `cut` gives way before all others."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    for column, name in enumerate(head):
-        widest = max(len(name), *(len(row[column]) for row in rows)) if rows else len(name)
+    for name in head:
+        # Those that may be wrapped are narrowed first. Its cells are cut all the same.
         made.add_column(
-            name,
+            _cuttable(name),
             justify="right" if name in right else "left",
-            no_wrap=True,
+            no_wrap=name != cut,
             overflow="ellipsis",
-            min_width=None if name == cut else widest,
         )
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(_cuttable, row))
     return made
 
 
+def _cuttable(cell: _Cell) -> Text | _Pool:
+    return Text(cell, no_wrap=True, overflow="ellipsis") if isinstance(cell, str) else cell
+
+
 def _workers(state: Mapping[str, Any]) -> Table:
-    rows: list[Sequence[str | Text]] = [
+    rows: list[Sequence[_Cell]] = [
         (
             worker["worker"],
-            Text(
-                worker["state"] if worker["is_cache_aware"] else f"{worker['state']}, not cache-aware",
-                style="green" if worker["state"] in _GOOD_STATES else "bold yellow",
-            ),
+            Text(_state(worker), style="green" if worker["state"] in _GOOD_STATES else "bold yellow"),
             _of(worker["num_running"], worker["max_num_seqs"]),
             _count(worker["num_waiting"]),
-            _bar(worker["kv_blocks"], worker["kv_total_blocks"]),
+            _Pool(worker["kv_blocks"], worker["kv_total_blocks"]),
             "not told" if worker["is_cache_untold"] else _share(worker["hit_rate"]),
             _count(worker["num_requests"]),
             _time(worker["status_age_s"]),
@@ -114,22 +146,12 @@ def _workers(state: Mapping[str, Any]) -> Table:
         for worker in state["workers"]
     ]
     head = ("worker", "state", "running", "waiting", "KV blocks", "hit rate", "requests", "status")
-    return _table(head, rows, right=("running", "waiting", "hit rate", "requests", "status"))
+    return _table(head, rows, right=("running", "waiting", "hit rate", "requests", "status"), cut="KV blocks")
 
 
-def _bar(blocks: Mapping[str, int] | None, num_blocks: int) -> Text:
-    """Each kind by its letter, in proportion; what there is at all has one letter at least, while there is room."""
-    text = Text()
-    if blocks is None:
-        return text.append("-")
-    num_left = _BAR_CHARS
-    for kind, mark, style in _POOL:
-        num_chars = min(num_left, max(round(_BAR_CHARS * blocks[kind] / num_blocks), int(blocks[kind] > 0)))
-        if kind == _POOL[-1][0]:
-            num_chars = num_left
-        text.append(mark * num_chars, style=style)
-        num_left -= num_chars
-    return text.append(f" {num_blocks - blocks['free']}/{num_blocks}")
+def _state(worker: Mapping[str, Any]) -> str:
+    doubts = ["" if worker["is_cache_aware"] else "not cache-aware", "" if worker["tells_blocks"] else "hints only"]
+    return ", ".join([worker["state"], *filter(None, doubts)])
 
 
 def _routers(state: Mapping[str, Any]) -> Table:

@@ -50,7 +50,7 @@ class Order:
     """`None`: all workers, those that come later too."""
     salt: str
     file: str = ""
-    """Where the prompt stands, as errors name it."""
+    """Where the prompt stands, as errors name it; empty where it was made otherwise."""
 
 
 def read_order(own: Mapping[str, Any]) -> Order:
@@ -69,7 +69,8 @@ def tokenise(order: Order, tokenizer: Tokenizer, settings: Settings) -> list[int
     """Token ids of what is to be kept, as requests that begin with it will have them.
 
     Raises:
-        ConfigError: the prompt cannot be rendered, or is too short or too long to be kept.
+        ConfigError: the file's prompt cannot be rendered, or a prompt is too short or too long to be kept.
+        InvalidRequest: a prompt that stands in no file cannot be rendered.
     """
     prompt = Prompt(order.text, order.messages, order.salt, order.file)
     token_ids = prompt_tokens(prompt, tokenizer, settings, add_generation_prompt=False)

@@ -195,7 +195,7 @@ function makeWorker(worker) {
 
 function updateWorker(row, worker) {
   const cells = row.children;
-  const badges = [worker.is_cache_aware ? "" : "not cache-aware", worker.is_home ? "" : "away from home"].filter(Boolean);
+  const badges = [worker.is_cache_aware ? "" : "not cache-aware", worker.tells_blocks ? "" : "hints only", worker.is_home ? "" : "away from home"].filter(Boolean);
   setText(cells[0].lastChild, badges.join(", "));
   const state = cells[1].firstChild;
   state.className = `state ${STATES[worker.state] ?? "warn"}`;
@@ -263,7 +263,7 @@ function showGroups(view) {
     setText(row.firstChild.lastChild, `${number(group.num_tokens)} tokens · ${number(group.requests_per_min)}/min`);
     workers.forEach((worker, index) => {
       const cell = row.children[index + 1].firstChild;
-      const held = group.worker_to_blocks == null ? null : (group.worker_to_blocks[worker] ?? 0) / group.num_blocks;
+      const held = group.worker_to_blocks == null || !view.workers[index].tells_blocks ? null : (group.worker_to_blocks[worker] ?? 0) / group.num_blocks;
       cell.firstChild.style.height = `${(held ?? 0) * 100}%`;
       setText(cell.lastChild, held == null ? "?" : held ? percent(held) : "·");
     });

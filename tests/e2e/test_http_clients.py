@@ -9,6 +9,7 @@ import subprocess
 import typing
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import openai
@@ -27,6 +28,7 @@ from tests.support.rack import assert_no_leftovers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
 
+README = Path(__file__).parents[2] / "README.md"
 SETTINGS = Settings(
     model="tiny",
     workers=2,
@@ -468,10 +470,35 @@ async def test_batch_of_the_client_goes_from_upload_to_results(service: Service)
             await stranger.batches.retrieve(batch.id)
 
 
-async def test_curl_of_the_readme(service: Service) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("curl is not on PATH")
+def curls_of_the_readme() -> list[str]:
+    """The calls that the README has its readers try."""
+    lines = README.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("curl ")]
 
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not on PATH")
+async def test_curls_of_the_readme(service: Service) -> None:
+    commands = curls_of_the_readme()
+    assert commands
+    for command in commands:
+        for shown, ours in (("http://127.0.0.1:8000", service.url), ('"smollm2"', '"tiny"')):
+            assert shown in command
+            command = command.replace(shown, ours)
+        ran = await blocking(
+            lambda command=command: subprocess.run(
+                ["bash", "-c", f"{command} -sS --fail-with-body --max-time 120 -H 'authorization: Bearer {KEY}'"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert openai.types.chat.ChatCompletion.model_validate_json(ran.stdout).choices[0].message.content
+    await service.settle()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not on PATH")
+async def test_curl_reads_streams_and_what_else_is_served(service: Service) -> None:
     def curl(*arguments: str, key: str = KEY) -> str:
         command = ["curl", "-sN", "--max-time", "120", "-H", f"Authorization: Bearer {key}", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

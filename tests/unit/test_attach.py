@@ -18,8 +18,10 @@ import pytest
 from router import commands
 from router.attach import attached_router, find_servers
 from router.cli import EXIT_OK
+from router.overview import Viewpoint
 from router.requests import GenerateRequest, RequestTrace
 from router.serving import Serving
+from router.top import plain_text
 from shared.config import Settings
 from shared.errors import ConfigError, NoWorker
 from shared.hashing import pack_tokens
@@ -140,6 +142,11 @@ async def test_a_server_without_events_is_flagged_and_gets_its_prefix_by_hints(f
         for worker in workers:
             assert f'kvroute_worker_hints_only{{worker="{worker}"}} 1.0' in told
         assert "kvroute_worker_cache_unaware{" not in told
+        overview = await Viewpoint(over.router).take()
+        (flag,) = overview.flags
+        assert (flag.name, flag.text.endswith(f"counts as held: {', '.join(workers)}.")) == ("hints only", True)
+        assert [row.tells_blocks for row in overview.workers] == [False, False]
+        assert plain_text(overview.to_json()).count("ready, hints only") == 2
         # At once, so that all but the first know of it by hints alone.
         traces = await asyncio.gather(*(ask(over, number, prompt(1, 100)) for number in range(3)))
         assert len({trace.worker for trace in traces}) == 1

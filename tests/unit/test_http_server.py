@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from router.dashboard import dashboard_app
 from router.http_call import Limits
 from router.http_server import is_loopback, listen
 from router.requests import Generated, GenerateRequest, RequestTrace
@@ -114,9 +115,18 @@ async def test_answers_over_a_socket_are_kept_alive_and_pipelined(tokenizer: Tok
             413,
             "request_too_large",
         ),
+        (
+            (
+                b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+                + b"2\r\n{}\r\n",
+                b"ZZ\r\n",
+            ),
+            400,
+            "invalid_request_error",
+        ),
     ],
     ids=["no-http", "bad-path", "long-header", "long-line", "many-headers", "slow-headers", "newlines", "long-body",
-         "announced", "slow-body", "chunked"],
+         "announced", "slow-body", "chunked", "bad-chunk"],
 )  # fmt: skip
 async def test_broken_and_hostile_senders_get_an_answer_and_lose_the_connection(
     tokenizer: Tokenizer, sent: tuple[bytes, ...], status: int, told: str
@@ -147,6 +157,34 @@ async def test_sender_that_trickles_is_given_up_however_steady(tokenizer: Tokeni
         trickling.cancel()
     assert raw.startswith(b"HTTP/1.1 408")
     assert front.num_under_way == 0
+
+
+async def test_caller_that_leaves_amid_a_prompt_to_explain_is_no_fault_of_ours(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_asked = asyncio.Event()
+
+    async def take(with_history: bool) -> Any:
+        raise AssertionError("nobody looks")
+
+    async def explained(raw: bytes, caller: Any) -> Any:
+        raise AssertionError("it never comes whole")
+
+    page = dashboard_app(take, explained)
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        is_asked.set()
+        await page(scope, receive, send)
+
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, mounts={"dashboard": watched})
+    async with listening(front) as url:
+        async with connected(url) as (_, writer):
+            writer.write(post(b"{", length=900).replace(b"/v1/completions", b"/dashboard/explain"))
+            await is_asked.wait()
+        async with asyncio.timeout(PATIENT_S):
+            while front.num_under_way:
+                await asyncio.sleep(0.01)
+    assert caplog.records == []
 
 
 async def test_request_after_a_refused_one_finds_a_server_that_works(tokenizer: Tokenizer) -> None:

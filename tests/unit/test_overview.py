@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
 from router.dashboard import charts_path, dashboard_app
 from router.explain import explain, explanation_text, read_body, wait_for_statuses
 from router.keys import ANYBODY, Caller
 from router.overview import BatchJob, Flag, Overview, Viewpoint
 from router.service import Router
-from router.top import plain_text
-from shared.errors import InvalidRequest, NoWorker
+from router.top import picture, plain_text
+from shared.errors import ContextTooLong, InvalidRequest, NoWorker
 from shared.transport.base import Timings
 from shared.vtime import run_virtual
 from tests.support.lines import lines_to
@@ -169,7 +172,26 @@ def test_top_draws_blocks_in_proportion_and_none_of_a_kind_away(overview: Overvi
         "kv_blocks": {"pinned": 1, "running": 299, "shared": 300, "private": 0, "free": 600},
         "kv_total_blocks": 1200,
     }
-    assert f"#{'=' * 6}{'s' * 6}{'.' * 11} 600/1200" in plain_text(state)
+    assert f"#{'=' * 6}{'s' * 6}{'.' * 11} 600/1,200" in plain_text(state)
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_top_cuts_reasons_and_bars_alone_where_names_are_long(overview: Overview, width: int) -> None:
+    state = overview.to_json()
+    for one in (*state["workers"], *state["decisions"]):
+        one["worker"] = f"127.0.0.1:{20_000 + int(one['worker'][1:])}"
+    stream = io.StringIO()
+    Console(file=stream, width=width, color_system=None).print(picture(state))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines if " ready " in line] == [f"127.0.0.1:{20_000 + n}" for n in range(3)]
+    ages_ms = [f"{1e3 * row['status_age_s']:.0f} ms" for row in state["workers"]]
+    assert [" ".join(line.split()[-2:]) for line in lines if " ready " in line] == ages_ms
+    (place,) = [number for number, line in enumerate(lines) if line.endswith("why")]
+    assert lines[place].split() == ["time", "request", "worker", "from", "cache", "held", "TTFT", "why"]
+    for line, decision in zip(lines[place + 1 :], state["decisions"], strict=False):
+        assert f"{1e3 * decision['ttft_s']:.0f} ms" in line
+        assert line.split()[2] == decision["worker"]
 
 
 # The decision for one prompt.
@@ -204,6 +226,15 @@ def test_salted_prompt_finds_nothing_of_unsalted_ones() -> None:
             await _serve_some(router, workers)
             told = await explain(router, prompt(1, 320, tail=99), salt="tenant")
             assert {candidate.matched_tokens for candidate in told.candidates} == {0}
+
+    run_virtual(scenario())
+
+
+def test_prompt_that_no_worker_can_hold_is_refused_as_its_request_would_be() -> None:
+    async def scenario() -> None:
+        async with rack(1, max_model_len_tokens=512) as workers, workers.router() as router:
+            with pytest.raises(ContextTooLong, match="no worker's context is longer than 512 tokens"):
+                await explain(router, prompt(1, 600, tail=0))
 
     run_virtual(scenario())
 
@@ -303,17 +334,39 @@ async def test_prompt_is_explained_and_a_bad_one_refused(overview: Overview) -> 
     async def explained(raw: bytes, caller: Caller) -> dict[str, Any]:
         assert caller is ANYBODY
         if read_body(raw).text == "no worker":
-            raise NoWorker("no worker takes requests now")
+            raise NoWorker("no worker takes requests now", retry_after_s=2.0)
         return {"worker": "w1"}
 
     async with Front(overview, explain=explained).client as client:
         assert (await client.post("/dashboard/explain", content=b'{"prompt": "a"}')).json() == {"worker": "w1"}
-        bad = await client.post("/dashboard/explain", content=b"{}")
-        late = await client.post("/dashboard/explain", content=b'{"prompt": "no worker"}')
-        large = await client.post("/dashboard/explain", content=b" " * ((4 << 20) + 1))
-    assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_value")
-    assert (late.status_code, late.json()["error"]["type"]) == (503, "server_error")
-    assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
+        refused = [
+            await client.post("/dashboard/explain", content=content)
+            for content in (b"{}", b'{"prompt": "no worker"}', b" " * ((4 << 20) + 1))
+        ]
+    told = [(one.status_code, one.json()["error"]["code"], one.headers["x-should-retry"]) for one in refused]
+    assert told == [
+        (400, "invalid_value", "false"),
+        (503, "service_unavailable", "true"),
+        (413, "request_too_large", "false"),
+    ]
+    assert refused[1].headers["retry-after-ms"] == "2000"
+
+
+def test_prompt_to_explain_that_trickles_in_is_given_up(overview: Overview) -> None:
+    async def scenario() -> None:
+        async def trickle() -> AsyncIterator[bytes]:
+            while True:
+                yield b" "
+                await asyncio.sleep(1.0)
+
+        async def explained(raw: bytes, caller: Caller) -> dict[str, Any]:
+            raise AssertionError("it never comes whole")
+
+        async with Front(overview, explain=explained).client as client:
+            late = await client.post("/dashboard/explain", content=trickle())
+        assert (late.status_code, late.json()["error"]["code"]) == (408, "request_timeout")
+
+    run_virtual(scenario())
 
 
 class Viewer:

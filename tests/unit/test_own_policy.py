@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from router.cli import main
 from router.policies import make_policy
 from shared.errors import ConfigError
 from shared.vtime import run_virtual
@@ -48,11 +50,15 @@ def write_module(folder: Path, text: str) -> None:
     (folder / "my_module.py").write_text(text, encoding="utf-8")
 
 
+def section() -> str:
+    """What the README tells of policies of one's own."""
+    return README.read_text(encoding="utf-8").partition("## Write your own policy\n")[2].partition("\n## ")[0]
+
+
 @pytest.fixture
 def documented(own_folder: Path) -> None:
     """The module that the README has its readers save."""
-    section = README.read_text(encoding="utf-8").partition("## Write your own policy\n")[2].partition("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", section(), flags=re.DOTALL)
     (own_folder / "crowd_shy.py").write_text(code, encoding="utf-8")
 
 
@@ -83,6 +89,16 @@ def test_the_documented_policy_keeps_its_default_knob() -> None:
         for policy in ("crowd_shy:CrowdShy", "crowd_shy:CrowdShy:tokens_per_request=256")
     )
     assert by_default == as_given
+
+
+@pytest.mark.usefixtures("documented")
+def test_the_documented_command_compares_the_policy_with_others_and_with_itself(capsys: pytest.CaptureFixture) -> None:
+    (command,) = [line for line in section().splitlines() if line.startswith("kvroute replay ")]
+    arguments = command.removeprefix("kvroute ").replace("TRACE", "flood").split()
+    assert main([*arguments, "--workers", "2", "--limit", "20", "--cache-blocks", "400", "--json"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["policy"] for one in told] == arguments[-1].split(",")
+    assert {(one["num_requests"], one["num_rejected"]) for one in told} == {(20, 0)}
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
 from contextlib import aclosing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from router.attach import attached_router, find_servers
 from router.requests import GenerateRequest, RequestTrace
+from router.serve import make_front
 from router.tracing import Tracing
+from shared.config import Settings
 from shared.errors import ConfigError
 from shared.hashing import pack_tokens
 from shared.types import RequestId, Sampling
 from shared.vtime import run_virtual
+from tests.support.fake_vllm import FakeVllm
+from tests.support.http_front import ask as asked_of
 from tests.support.rack import ask, prompt, rack
+from tests.support.tokenizers import write_model_folder
 
 pytest.importorskip("opentelemetry.sdk", reason="needs OpenTelemetry")
 
@@ -170,6 +181,61 @@ def test_request_without_a_caller_has_a_trace_of_its_own() -> None:
         assert recorded.one("request").parent is None
 
     run_virtual(scenario())
+
+
+@contextlib.contextmanager
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    """A collector that takes what comes to it; gives its address, and the requests so far."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    taken: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            taken.append(ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nobody is told."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", taken
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+async def test_spans_of_a_served_request_reach_the_collector_that_is_set(tmp_path: Path) -> None:
+    server = await FakeVllm().start()
+    with collector() as (url, taken):
+        settings = Settings(
+            attach=(server.attach,), tokenizer=str(write_model_folder(tmp_path / "model")), otlp_endpoint=url
+        )
+        found = await find_servers(settings, lambda line: None)
+        async with attached_router(found, lambda line: None) as serving:
+            body = {"model": "tiny", "prompt": "a" * 100, "max_tokens": 4}
+            answered = await asked_of(make_front(serving, []), "/v1/completions", body, headers={"traceparent": CALLER})
+            assert answered.status == 200
+    await server.stop()
+    resources = [resource for request in taken for resource in request.resource_spans]
+    assert {
+        attribute.value.string_value
+        for resource in resources
+        for attribute in resource.resource.attributes
+        if attribute.key == "service.name"
+    } == {"kvroute"}
+    spans = [span for resource in resources for scope in resource.scope_spans for span in scope.spans]
+    assert {span.trace_id.hex() for span in spans} == {TRACE_ID}
+    (root,) = [span for span in spans if span.name == "request"]
+    assert root.parent_span_id.hex() == "00f067aa0ba902b7"
+    children = [span for span in spans if span.parent_span_id == root.span_id]
+    assert {span.name for span in children} == {"tokenise", "match", "queue", "rank", "prefill", "decode"}
+    assert len(children) == len(spans) - 1
 
 
 def test_endpoint_must_be_a_url() -> None:

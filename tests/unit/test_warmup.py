@@ -572,16 +572,16 @@ def test_a_plain_prompt_is_tokenised_as_a_completion_and_messages_without_the_an
     ("change", "message"),
     [
         ({"text": "short"}, "has 5 tokens and fills no block of 64"),
-        ({"text": None, "messages": []}, "--messages: .*1 to"),
-        ({"text": None, "messages": {"role": "user"}}, "--messages: .*an array"),
-        ({"text": None, "messages": [{"role": "king", "content": "x"}]}, "--messages: .*king"),
-        ({"text": None, "messages": [{"role": "tool", "content": "x" * 99}]}, "--messages: .*no tools here"),
-        ({"text": None, "messages": [{"role": "user"}]}, "--messages: .*content"),
+        ({"text": None, "messages": []}, "--messages: prompt: .*1 to"),
+        ({"text": None, "messages": {"role": "user"}}, "--messages: prompt: .*an array"),
+        ({"text": None, "messages": [{"role": "king", "content": "x"}]}, "--messages: prompt: .*king"),
+        ({"text": None, "messages": [{"role": "tool", "content": "x" * 99}]}, "--messages: prompt: .*no tools here"),
+        ({"text": None, "messages": [{"role": "user"}]}, "--messages: prompt: .*content"),
     ],
 )
 def test_prompts_that_cannot_be_kept_are_refused(tokenizer: Tokenizer, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        warmup.tokenise(replace(ORDER, **change), tokenizer, SETTINGS)
+        warmup.tokenise(replace(ORDER, file="prompt", **change), tokenizer, SETTINGS)
 
 
 @pytest.mark.parametrize(
