@@ -335,7 +335,8 @@ def _text_chars(value: Any) -> int:
     """Length of all text in a value, at any depth: a call's arguments weigh as much as what is said."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, Mapping):
+    # Most are plain dictionaries, which are told apart far faster than other mappings.
+    if isinstance(value, (dict, Mapping)):
         return sum([_text_chars(item) for item in value.values()])
     return sum([_text_chars(item) for item in value]) if isinstance(value, list | tuple) else 1
 
