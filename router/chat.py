@@ -30,7 +30,10 @@ def messages(value: Any) -> tuple[dict[str, Any], ...]:
         raise fields.wrong_type(value, "messages", "an array of objects")
     if not 1 <= len(value) <= MAX_MESSAGES:
         raise InvalidRequest(f"Invalid 'messages': must have 1 to {MAX_MESSAGES} items.", param="messages")
-    return tuple([_message(item, f"messages[{index}]") for index, item in enumerate(value)])
+    # Long chats have many messages, most of them plain: names are put together only where there is more to look at.
+    return tuple(
+        [item if _is_plain(item) else _message(item, f"messages[{index}]") for index, item in enumerate(value)]
+    )
 
 
 def tools(value: Any, param: str) -> tuple[dict[str, Any], ...]:
@@ -106,6 +109,14 @@ def function_name(value: Any, param: str) -> str:
             param=param,
         )
     return name
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a message is a role and a text of ASCII, and so is right as it is."""
+    if type(value) is not dict or len(value) != 2:
+        return False
+    content = value.get("content")
+    return type(content) is str and content.isascii() and value.get("role") in _ROLES
 
 
 def _message(value: Any, param: str) -> dict[str, Any]:

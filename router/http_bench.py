@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import random
 import sys
@@ -24,6 +23,7 @@ from router.http import Backend, Front
 from router.http_server import listen, serving_http
 from router.keys import KeyRing
 from router.policies import make_policy
+from router.serve import set_apart_what_stays
 from router.service import Router
 from router.tokenizer import Tokenizer
 from shared.config import load_settings
@@ -223,9 +223,7 @@ class Rig:
                 listener = listen("127.0.0.1", 0)
                 self.port = listener.getsockname()[1]
                 async with serving_http(front, [listener], front.limits):
-                    # As a server does once it has started.
-                    gc.collect()
-                    gc.freeze()
+                    set_apart_what_stays()
                     yield self
         finally:
             if workers.stdin is not None:

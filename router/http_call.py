@@ -34,6 +34,8 @@ Header = tuple[bytes, bytes]
 
 CALLER = "kvroute.caller"
 """Under which a mounted application's scope has the caller whose key was shown."""
+DEPARTURE = "kvroute.departure"
+"""Under which a request's scope has the `Departure` of its connection."""
 
 _JSON: Header = (b"content-type", b"application/json")
 _MAX_ID_CHARS = 128
@@ -63,6 +65,23 @@ class Limits:
 
 class ClientGone(Exception):
     """The caller has closed the connection: nobody is left to answer."""
+
+
+class Departure:
+    """Tells when a connection has been closed by its caller, to the one request that it is busy with.
+
+    ASGI's own way is a message that has to be waited for, which takes a task beside each request.
+    """
+
+    def __init__(self) -> None:
+        self.is_told = False
+        self.on_told: Callable[[], None] | None = None
+
+    def tell(self) -> None:
+        """Note it. Modifies."""
+        self.is_told = True
+        if self.on_told is not None:
+            self.on_told()
 
 
 class Call:
@@ -187,22 +206,22 @@ class Call:
 
 
 class WhileConnected:
-    """Ends the block with `ClientGone` once the caller has gone. The request's body must have been read.
-
-    Use as `async with`.
-    """
+    """Ends the block with `ClientGone` once the caller has gone. Use as `async with`."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
+        self._departure: Departure = call.scope[DEPARTURE]
         self._is_gone = False
 
     async def __aenter__(self) -> WhileConnected:
+        if self._departure.is_told:
+            raise ClientGone
         self._task = asyncio.current_task()
-        self._watcher = asyncio.create_task(self._watch())
+        self._departure.on_told = self._end
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._watcher.cancel()
+        self._departure.on_told = None
         if self._is_gone and self._task is not None:
             # Somebody else's cancellation is let through.
             if self._task.uncancel() > 0:
@@ -210,10 +229,7 @@ class WhileConnected:
             if kind is asyncio.CancelledError or kind is None:
                 raise ClientGone
 
-    async def _watch(self) -> None:
-        while (await self._call.receive())["type"] != "http.disconnect":
-            pass
-        # The end of an answer is told in the same words.
+    def _end(self) -> None:
         if not self._call.has_ended and self._task is not None:
             self._is_gone = True
             self._task.cancel()

@@ -13,18 +13,19 @@ import ipaddress
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.failures import body_of
-from router.http_call import Limits, Receive, Scope, Send
+from router.http_call import DEPARTURE, Departure, Limits, Receive, Scope, Send
 from shared.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_MOST_JOINED_BYTES = 64 << 10
 _LAST_WORDS_S = 1
 """How long connections may take to end once nothing is under way any more."""
 
@@ -108,12 +109,48 @@ class _Server(uvicorn.Server):
         self.has_started.set()
 
 
+class _JoinedWrites:
+    """A transport that hands on in one go what is written in one turn of the loop: the head of an answer and its body,
+    which would be two calls of the system.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._parts: list[bytes] = []
+        self._num_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+        self._num_bytes += len(data)
+        if self._num_bytes >= _MOST_JOINED_BYTES:
+            # So that the writer hears in time that its reader is slow.
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._parts:
+            data = b"".join(self._parts)
+            self._parts.clear()
+            self._num_bytes = 0
+            self._transport.write(data)
+
+
 class _Connection(HttpToolsProtocol):
     """One connection, with limits on what comes before a request's body and on what its reader leaves lying."""
 
     def __init__(self, *arguments: Any, limits: Limits, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._limits = limits
+        self._departure = Departure()
         self._is_in_headers = True
         self._num_header_bytes = 0
         """Of headers that have come in several reads."""
@@ -121,7 +158,7 @@ class _Connection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _JoinedWrites(transport, self.loop)))
         if len(self.connections) > self._limits.max_connections:
             self._refuse(503, "service_unavailable", "there are too many connections")
             return
@@ -131,6 +168,7 @@ class _Connection(HttpToolsProtocol):
         self._stop_header_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
+        self._departure.tell()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -149,6 +187,7 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[DEPARTURE] = self._departure  # type: ignore[literal-required]
         self._is_in_headers = True
 
     def on_headers_complete(self) -> None:

@@ -12,11 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from router.cuts import Cuts, EncodeAll
-from shared.hashing import TOKEN_SIZE_BYTES, pack_tokens
+from router.cuts import Cuts
+from shared.hashing import TOKEN_SIZE_BYTES
 from shared.telemetry import Readings
 
 logger = logging.getLogger(__name__)
+
+PackAll = Callable[[Sequence[str]], Sequence[bytes]]
+"""Packed token ids of several texts, without the special tokens that a tokenizer puts around one."""
 
 _MAX_BYTES = 64 << 20
 """Some 900 chats of 8,192 tokens."""
@@ -52,15 +55,15 @@ class Segments:
 
     def __init__(
         self,
-        encode_all: EncodeAll,
+        pack_all: PackAll,
         cuts: Cuts,
         *,
-        encode_whole: EncodeAll | None = None,
+        pack_whole: PackAll | None = None,
         max_bytes: int = _MAX_BYTES,
     ) -> None:
-        """`encode_whole` is beyond doubt, where `encode_all` is a faster way."""
-        self._encode_all = encode_all
-        self._encode_whole = encode_whole or encode_all
+        """`pack_whole` is beyond doubt, where `pack_all` is a faster way."""
+        self._pack_all = pack_all
+        self._pack_whole = pack_whole or pack_all
         self._cuts = cuts
         self._max_bytes = max_bytes
         self._key_to_packed: OrderedDict[tuple[str, str], bytes] = OrderedDict()
@@ -105,10 +108,10 @@ class Segments:
             # Of several prompts that begin alike and came together the first has brought it meanwhile.
             self._find(lookup, group)
             missing = [index for index in group if lookup.packed[index] is None]
-            found = self._encode_all([lookup.pieces[index] for index in missing])
-            for index, token_ids in zip(missing, found, strict=True):
-                lookup.packed[index] = pack_tokens(token_ids)
-                num_new_tokens += len(token_ids)
+            found = self._pack_all([lookup.pieces[index] for index in missing])
+            for index, packed in zip(missing, found, strict=True):
+                lookup.packed[index] = packed
+                num_new_tokens += len(packed) // TOKEN_SIZE_BYTES
             self._keep(lookup, missing)
         whole = b"".join(packed for packed in lookup.packed if packed is not None)
         with self._lock:
@@ -118,7 +121,7 @@ class Segments:
 
     def whole(self, text: str) -> bytes:
         """Packed token ids of a text that is tokenised in one piece, whatever is known of it."""
-        return pack_tokens(self._encode_whole([text])[0])
+        return self._pack_whole([text])[0]
 
     def compare(self, text: str, packed: bytes) -> None:
         """Tokenise a text as a whole and turn this off, loudly, where `packed` is something else. Modifies."""
@@ -138,7 +141,7 @@ class Segments:
         """Cut no text any more, take no faster way, and forget all pieces."""
         with self._lock:
             self.why_off = why
-            self._encode_all = self._encode_whole
+            self._pack_all = self._pack_whole
             self._key_to_packed.clear()
             self.num_bytes = 0
 

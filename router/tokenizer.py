@@ -21,7 +21,7 @@ import numpy as np
 from router.cuts import Cuts, prove_cuts
 from router.detokenizer import CONTEXT_TOKENS, Detokenizer
 from router.segments import Lookup, Segments
-from router.words import prove_words
+from router.words import Words, prove_words
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import TOKEN_SIZE_BYTES, pack_tokens, tokenizer_fingerprint, unpack_tokens
 from shared.telemetry import Readings
@@ -95,10 +95,13 @@ class Tokenizer:
         self.why_borrowed = why_borrowed
         self._rng = rng
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenise")
-        cuts = self._proven_cuts()
-        words = prove_words(raw, self._encode_all, random.Random(_PROOF_SEED)) if cuts.is_any else None
+        written = self._written_by_template()
+        cuts = self._proven_cuts("".join(written))
+        words: Words | None = None
+        if cuts.is_any:
+            words = prove_words(raw, self._encode_all, random.Random(_PROOF_SEED), common_texts=written)
         self.segments = Segments(
-            words.encode_all if words is not None else self._encode_all, cuts, encode_whole=self._encode_all
+            words.pack_all if words is not None else self._pack_all, cuts, pack_whole=self._pack_all
         )
 
     def chat_text(
@@ -279,12 +282,16 @@ class Tokenizer:
                 return pack_tokens(before), pack_tokens(after)
         raise ConfigError(f"the tokenizer in {folder} puts special tokens elsewhere than around a prompt")
 
-    def _proven_cuts(self) -> Cuts:
-        """Where prompts may be cut; of the special tokens those count that the template writes."""
-        written = ""
+    def _written_by_template(self) -> list[str]:
+        """What the template makes of short conversations; empty without one."""
+        written = []
         for roles in _PROBE_ROLES:
             with contextlib.suppress(InvalidRequest):
-                written += self.chat_text([{"role": role, "content": "x"} for role in roles])
+                written.append(self.chat_text([{"role": role, "content": "x"} for role in roles]))
+        return written
+
+    def _proven_cuts(self, written: str) -> Cuts:
+        """Where prompts may be cut; of the special tokens those count that the template writes."""
         added = [token.content for token in self._raw.get_added_tokens_decoder().values()]
         wanted = [content for content in added if content in written] if written else added[:_MAX_UNWRITTEN]
         return prove_cuts(self._raw, wanted, self._encode_all, random.Random(_PROOF_SEED))
@@ -296,6 +303,9 @@ class Tokenizer:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work, given_up.is_set)
         finally:
             given_up.set()
+
+    def _pack_all(self, texts: Sequence[str]) -> list[bytes]:
+        return list(map(pack_tokens, self._encode_all(texts)))
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         # Unlike `encode`, the batch form lets other threads run meanwhile; the fast one leaves offsets out, which
@@ -325,7 +335,8 @@ def _text_chars(value: Any) -> int:
     """Length of all text in a value, at any depth: a call's arguments weigh as much as what is said."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, Mapping):
+    # Most are plain dictionaries, which are told apart far faster than other mappings.
+    if isinstance(value, (dict, Mapping)):
         return sum([_text_chars(item) for item in value.values()])
     return sum([_text_chars(item) for item in value]) if isinstance(value, list | tuple) else 1
 

@@ -1,8 +1,8 @@
 """Token ids of plain text word by word, out of a table: what most prompts consist of needs no tokenizer.
 
 A byte-level tokenizer cuts text by a pattern before it looks at its vocabulary, and gives each word what it would give
-it alone. Where the pattern is one that is known here, words that are one token are looked up, and the library is asked
-for the others only. The table is made from the vocabulary at start: it tells nothing of anybody's prompts.
+it alone. Where the pattern is one that is known here, words are looked up in a table, and the library is asked for the
+others only. The table is made from the vocabulary at start: it tells nothing of anybody's prompts.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import json
 import logging
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from router.cuts import GPT_2_PATTERN, LLAMA_3_PATTERN, QWEN_2_PATTERN, EncodeAll, parts_of, proof_texts
+from shared.hashing import pack_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
@@ -26,56 +27,72 @@ _BYTE_LEVEL_TO_CHAR = {"\u0120": " ", "\u010a": "\n", "\u0109": "\t", "\u010d": 
 
 
 class Words:
-    """An `EncodeAll` that gives the library's own ids, for less. Safe to use from several threads at once.
+    """Packs texts as the library's own ids, for less. Safe to use from several threads at once.
 
-    Invariant: each word of the table is what the library's pattern would cut out, and its id what the library gives it.
+    Invariant: each word of the table is what the library's pattern would cut out, and has the ids that the library
+    gives it, packed.
     """
 
     def __init__(
-        self, atoms: re.Pattern[str], words: re.Pattern[str], word_to_id: Mapping[str, int], encode_all: EncodeAll
+        self, atoms: re.Pattern[str], words: re.Pattern[str], word_to_packed: Mapping[str, bytes], encode_all: EncodeAll
     ) -> None:
         """`atoms` has one group: what is cut out before `words` looks at the text between."""
         self._atoms = atoms
         self._words = words
-        self._word_to_id = word_to_id
+        self._word_to_packed = word_to_packed
         self._encode_all = encode_all
 
     def __len__(self) -> int:
-        return len(self._word_to_id)
+        return len(self._word_to_packed)
 
-    def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """Token ids of several texts. Those that are not ASCII are left to the library, with its letters and spaces."""
-        return [self._encode(text) if text.isascii() else self._encode_all([text])[0] for text in texts]
+    def pack_all(self, texts: Sequence[str]) -> list[bytes]:
+        """Packed token ids of several texts. Those that are not ASCII are left to the library, with its letters and
+        spaces."""
+        return [self._pack(text) if text.isascii() else pack_tokens(self._encode_all([text])[0]) for text in texts]
 
-    def _encode(self, text: str) -> Sequence[int]:
+    def cut(self, text: str) -> list[str]:
+        """The words of an ASCII text."""
         words: list[str] = []
         for number, part in enumerate(self._atoms.split(text)):
             if number % 2:
                 words.append(part)
             else:
                 words += self._words.findall(part)
-        ids = list(map(self._word_to_id.get, words))
-        if None not in ids:
-            return ids  # type: ignore[return-value]
-        missing = list(dict.fromkeys([word for word, token_id in zip(words, ids, strict=True) if token_id is None]))
-        word_to_ids = dict(zip(missing, self._encode_all(missing), strict=True))
-        found: list[int] = []
-        for word, token_id in zip(words, ids, strict=True):
-            if token_id is None:
-                found += word_to_ids[word]
-            else:
-                found.append(token_id)
-        return found
+        return words
+
+    def with_words_of(self, texts: Iterable[str]) -> Words:
+        """The same with all words of some texts in its table."""
+        found = {word for text in texts if text.isascii() for word in self.cut(text)} - self._word_to_packed.keys()
+        more = self._packed_words(sorted(found))
+        return Words(self._atoms, self._words, {**self._word_to_packed, **more}, self._encode_all)
+
+    def _pack(self, text: str) -> bytes:
+        words, table = self.cut(text), self._word_to_packed
+        try:
+            return b"".join(map(table.__getitem__, words))
+        except KeyError:
+            missing = list(dict.fromkeys([word for word in words if word not in table]))
+            word_to_packed = self._packed_words(missing)
+            return b"".join([table.get(word) or word_to_packed[word] for word in words])
+
+    def _packed_words(self, words: Sequence[str]) -> dict[str, bytes]:
+        return dict(zip(words, map(pack_tokens, self._encode_all(words)), strict=True))
 
 
-def prove_words(raw: RawTokenizer, encode_all: EncodeAll, rng: random.Random) -> Words | None:
-    """The table of this tokenizer, tried on random texts; None where it is of another kind. Takes under a second."""
+def prove_words(
+    raw: RawTokenizer, encode_all: EncodeAll, rng: random.Random, *, common_texts: Iterable[str] = ()
+) -> Words | None:
+    """The table of this tokenizer, tried on random texts; None where it is of another kind. Takes under a second.
+
+    Words of `common_texts` are in it, too: that is for what a chat template writes into each prompt.
+    """
     words = find_words(raw, encode_all)
     if words is None:
         return None
-    texts = proof_texts(raw, rng)
-    for text, own, whole in zip(texts, words.encode_all(texts), encode_all(texts), strict=True):
-        if list(own) != list(whole):
+    words = words.with_words_of(common_texts)
+    texts = [*proof_texts(raw, rng), *common_texts]
+    for text, own, whole in zip(texts, words.pack_all(texts), encode_all(texts), strict=True):
+        if own != pack_tokens(whole):
             logger.error("prompts are tokenised at full cost: %r has other token ids word by word", text)
             return None
     return words
@@ -97,18 +114,16 @@ def find_words(raw: RawTokenizer, encode_all: EncodeAll) -> Words | None:
         for part in parts_of(told["pre_tokenizer"], "pretokenizers")
         if part["type"] == "Digits"
     ]
-    word_to_id: dict[str, int] = {token["content"]: token["id"] for token in added}
+    word_to_packed: dict[str, bytes] = {token["content"]: pack_tokens([token["id"]]) for token in added}
     words = re.compile(word_pattern, re.ASCII)
-    of_vocabulary = {
-        text: token_id
-        for piece, token_id in told["model"]["vocab"].items()
-        if (text := _text_of(piece)) is not None and text not in word_to_id and words.findall(text) == [text]
-    }
-    for (text, token_id), ids in zip(of_vocabulary.items(), encode_all(list(of_vocabulary)), strict=True):
-        # Merges need not lead to each piece of a vocabulary.
-        if list(ids) == [token_id]:
-            word_to_id[text] = token_id
-    return Words(re.compile(f"({'|'.join(atoms)})" if atoms else "((?!))"), words, word_to_id, encode_all)
+    of_vocabulary = [
+        text
+        for piece in told["model"]["vocab"]
+        if (text := _text_of(piece)) is not None and text not in word_to_packed and words.findall(text) == [text]
+    ]
+    # Merges need not lead to each piece of a vocabulary.
+    word_to_packed |= zip(of_vocabulary, map(pack_tokens, encode_all(of_vocabulary)), strict=True)
+    return Words(re.compile(f"({'|'.join(atoms)})" if atoms else "((?!))"), words, word_to_packed, encode_all)
 
 
 def _word_pattern(told: Mapping[str, Any]) -> str | None:

@@ -23,6 +23,8 @@ from shared.types import Instance, RequestId, RouterId, Sampling, WorkerId, Work
 _logger = logging.getLogger(__name__)
 
 GOODBYE = Refused("closed", "the router closes the session")
+_MOST_UNACKNOWLEDGED_BYTES = 1 << 20
+"""Far under what makes a worker pause."""
 
 
 class ChannelClient:
@@ -69,6 +71,8 @@ class ChannelClient:
         self._unseen: dict[int, tuple[RequestKey, bytes]] = {}
         self._outgoing: deque[bytes] = deque()
         self._is_acknowledgement_due = False
+        self._acknowledged_at_s = -float("inf")
+        self._unacknowledged_bytes = 0
         self._wake = asyncio.Event()
         self._channel: Channel | None = None
         self._task: asyncio.Task[None] | None = None
@@ -261,10 +265,12 @@ class ChannelClient:
         self._pulse = Pulse(self._timings.pulse_s, self._on_change)
         try:
             while True:
-                message = decode(await channel.receive())
+                raw = await channel.receive()
+                message = decode(raw)
                 guard.heard()
                 if isinstance(message, Frame):
                     self._take_frame(message)
+                    self._acknowledge_soon(len(raw))
                 elif isinstance(message, Refused):
                     lost = WorkerLeft if message.code == WorkerLeft.code else WorkerLost
                     raise lost(f"worker {self.worker} ends: {message.message}")
@@ -319,8 +325,6 @@ class ChannelClient:
                     self._unseen.pop(stream.number, None)
         self._last_frame = frame.number
         self._is_progressing = True
-        self._is_acknowledgement_due = True
-        self._wake.set()
         self._note_seen(frame.last_submit)
         if frame.status is not None:
             self.status = frame.status
@@ -331,6 +335,21 @@ class ChannelClient:
             is_change = True
         if is_change:
             self._on_change()
+
+    def _acknowledge_soon(self, num_bytes: int) -> None:
+        """Have frames acknowledged as often as statuses come, which is also this side's sign of life.
+
+        To do so for each frame costs a busy router as much as its submits. Where much has come it is done earlier.
+        """
+        now_s = asyncio.get_running_loop().time()
+        self._unacknowledged_bytes += num_bytes
+        # Half of it, since statuses that come a little early are not to go without.
+        is_time = now_s - self._acknowledged_at_s >= self._timings.status_interval_s / 2
+        if is_time or self._unacknowledged_bytes >= _MOST_UNACKNOWLEDGED_BYTES:
+            self._acknowledged_at_s = now_s
+            self._unacknowledged_bytes = 0
+            self._is_acknowledgement_due = True
+            self._wake.set()
 
     def _note_seen(self, last_submit: int) -> None:
         while self._unseen and (number := next(iter(self._unseen))) <= last_submit:

@@ -11,7 +11,7 @@ from typing import Any
 
 from router.answers import Generate
 from router.http import Backend, Front
-from router.http_call import Limits
+from router.http_call import DEPARTURE, Departure, Limits
 from router.http_server import listen, serving_http
 from router.keys import KeyRing
 from router.membership import STATES
@@ -101,12 +101,14 @@ class Asking:
 
     def __init__(self, front: Any, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
         path, _, query = path.partition("?")
+        self._departure = Departure()
         scope = {
             "type": "http",
             "method": method,
             "path": path,
             "query_string": query.encode(),
             "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()],
+            DEPARTURE: self._departure,
         }
         self._body: bytes | None = body
         self._is_over = asyncio.Event()
@@ -130,6 +132,7 @@ class Asking:
     def go_away(self) -> None:
         """As a client does that closes its connection."""
         self._is_over.set()
+        self._departure.tell()
 
     async def answered(self) -> Answered:
         async with asyncio.timeout(PATIENT_S):

@@ -85,7 +85,7 @@ def test_plain_prompt_has_the_ids_of_its_whole_text(tokenizer: Tokenizer, text: 
 def test_pieces_of_any_length_have_the_ids_of_the_whole(tokenizer: Tokenizer, text: str, piece_chars: int) -> None:
     cuts = tokenizer.segments._cuts
     short = Cuts(cuts.marks, cuts.is_cut_between_words, cuts.drops_space, piece_chars)
-    segments = Segments(tokenizer._encode_all, short)
+    segments = Segments(tokenizer._pack_all, short)
     assert unpack_tokens(segments.complete(segments.look_up(text))) == whole(tokenizer, text)
 
 
@@ -111,12 +111,12 @@ def counted(encoded: list[list[str]]) -> Segments:
     """Segments over the test tokenizer that tell what they have tokenised."""
     raw = byte_level_tokenizer()
 
-    def encode_all(texts: Sequence[str]) -> list[list[int]]:
+    def pack_all(texts: Sequence[str]) -> list[bytes]:
         encoded.append(list(texts))
-        return [found.ids for found in raw.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [pack_tokens(found.ids) for found in raw.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     cuts = replace(find_cuts(raw, SPECIAL_TOKENS[1:]), piece_chars=4)
-    return Segments(encode_all, cuts, max_bytes=20_000)
+    return Segments(pack_all, cuts, max_bytes=20_000)
 
 
 def tokens(segments: Segments, text: str, salt: str = "") -> bytes:
@@ -197,7 +197,7 @@ def test_mismatch_turns_the_cutting_off_loudly_once(caplog: pytest.LogCaptureFix
 
 
 def test_text_without_cuts_is_tokenised_as_a_whole_and_not_kept() -> None:
-    segments = Segments(lambda texts: [[len(text)] for text in texts], NO_CUTS)
+    segments = Segments(lambda texts: [pack_tokens([len(text)]) for text in texts], NO_CUTS)
     assert [tokens(segments, "abc") for _ in range(2)] == [pack_tokens([3])] * 2
     assert (segments.is_on, segments.num_bytes) == (False, 0)
 

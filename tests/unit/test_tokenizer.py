@@ -115,13 +115,13 @@ def test_unknown_token_id_in_a_prompt_names_its_place(tokenizer: Tokenizer) -> N
 @pytest.fixture
 def threads(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each call of the tokenizer from now on, whether it was made on the test's own thread."""
-    own, encode_all, seen = threading.current_thread(), tokenizer._encode_all, list[bool]()
+    own, pack_all, seen = threading.current_thread(), tokenizer._pack_all, list[bool]()
 
-    def watched(texts: Sequence[str]) -> list[list[int]]:
+    def watched(texts: Sequence[str]) -> list[bytes]:
         seen.append(threading.current_thread() is own)
-        return encode_all(texts)
+        return pack_all(texts)
 
-    monkeypatch.setattr(tokenizer.segments, "_encode_all", watched)
+    monkeypatch.setattr(tokenizer.segments, "_pack_all", watched)
     return seen
 
 
@@ -171,16 +171,16 @@ async def test_tokens_of_a_request_are_those_of_the_plain_calls(tokenizer: Token
 async def test_cancelled_tokenising_ends_after_the_piece_under_way(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, encode_all = threading.Event(), threading.Event(), tokenizer._encode_all
+    begun, go_on, pack_all = threading.Event(), threading.Event(), tokenizer._pack_all
     begun_texts: list[str] = []
 
-    def held(texts: Sequence[str]) -> list[list[int]]:
+    def held(texts: Sequence[str]) -> list[bytes]:
         begun_texts.extend(texts)
         begun.set()
         go_on.wait(10)
-        return encode_all(texts)
+        return pack_all(texts)
 
-    monkeypatch.setattr(tokenizer.segments, "_encode_all", held)
+    monkeypatch.setattr(tokenizer.segments, "_pack_all", held)
     pieces = ["<|im_start|>" + "q" * 20_000, "<|im_end|>" + "q" * 20_000]
     task = asyncio.create_task(tokenizer.tokens_of(prompt="".join(pieces)))
     assert await asyncio.to_thread(begun.wait, 10)

@@ -19,6 +19,7 @@ from router.segments import Segments
 from router.tokenise_bench import sample_text
 from router.words import Words, find_words, prove_words
 from shared.config import load_settings
+from shared.hashing import pack_tokens
 from tests.support.tokenizers import byte_fallback_tokenizer
 from worker.engines.demo_model import prepare_model
 
@@ -74,21 +75,36 @@ def words_of(kind: str) -> tuple[Tokenizer, Words]:
 def test_any_text_has_the_librarys_ids(kind: str, fragments: list[str]) -> None:
     raw, words = words_of(kind)
     text = "".join(fragments)
-    (ids,) = words.encode_all([text])
-    assert list(ids) == raw.encode(text, add_special_tokens=False).ids
+    assert words.pack_all([text]) == [pack_tokens(raw.encode(text, add_special_tokens=False).ids)]
 
 
 @pytest.mark.parametrize("kind", PRE_TOKENIZERS)
 def test_plain_words_need_no_tokenizer(kind: str) -> None:
     raw, words = words_of(kind)
     asked: list[str] = []
-    counted = Words(words._atoms, words._words, words._word_to_id, lambda texts: asked.extend(texts) or [])
+    counted = Words(words._atoms, words._words, words._word_to_packed, lambda texts: asked.extend(texts) or [])
     text = "<|im_start|>user\nWhere is the house, and who was there?<|im_end|>\n"
-    assert counted.encode_all([text]) == [raw.encode(text, add_special_tokens=False).ids]
+    assert counted.pack_all([text]) == [pack_tokens(raw.encode(text, add_special_tokens=False).ids)]
     assert asked == []
 
 
-def test_each_word_that_is_several_tokens_is_asked_for_once() -> None:
+def test_words_of_common_texts_are_looked_up_though_they_are_several_tokens() -> None:
+    raw = tokenizer_of()
+    asked: list[str] = []
+    right = encode_all_of(raw)
+
+    def encode_all(texts: Sequence[str]) -> list[list[int]]:
+        asked.extend(texts)
+        return right(texts)
+
+    words = prove_words(raw, encode_all, random.Random(1), common_texts=["<|im_start|>xyzzyq said\n"])
+    assert words is not None
+    asked.clear()
+    assert words.pack_all(["xyzzyq"]) == [pack_tokens(raw.encode("xyzzyq", add_special_tokens=False).ids)]
+    assert asked == []
+
+
+def test_each_word_that_the_table_does_not_have_is_asked_for_once() -> None:
     _, words = words_of("gpt2")
     asked: list[str] = []
 
@@ -96,10 +112,10 @@ def test_each_word_that_is_several_tokens_is_asked_for_once() -> None:
         asked.extend(texts)
         return [[1, 2]] * len(texts)
 
-    counted = Words(words._atoms, words._words, words._word_to_id, encode_all)
-    (ids,) = counted.encode_all(["xyzzyq xyzzyq the xyzzyq"])
+    counted = Words(words._atoms, words._words, words._word_to_packed, encode_all)
+    (packed,) = counted.pack_all(["xyzzyq xyzzyq the xyzzyq"])
     assert asked == ["xyzzyq", " xyzzyq"]
-    assert list(ids) == [1, 2, 1, 2, words._word_to_id[" the"], 1, 2]
+    assert packed == pack_tokens([1, 2, 1, 2]) + words._word_to_packed[" the"] + pack_tokens([1, 2])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +162,11 @@ def test_table_that_random_texts_disprove_is_not_used(caplog: pytest.LogCaptureF
 def test_mismatch_ends_the_use_of_the_table() -> None:
     raw, _ = words_of("gpt2")
     cuts = Cuts(is_cut_between_words=True)
-    segments = Segments(lambda texts: [[7] for _ in texts], cuts, encode_whole=encode_all_of(raw))
+    segments = Segments(
+        lambda texts: [pack_tokens([7]) for _ in texts],
+        cuts,
+        pack_whole=lambda texts: [pack_tokens(ids) for ids in encode_all_of(raw)(texts)],
+    )
     text = sample_text(random.Random(0), 20)
     segments.compare(text, segments.complete(segments.look_up(text)))
     assert not segments.is_on
