@@ -275,7 +275,8 @@ class Binder:
         table = self._table
         own_s: Floats = np.multiply(table.own_tokens, fleet.prefill_s_per_token)
         demand_share = table.demand_blocks * (len(loads) / loads.kv_total_blocks.sum())
-        urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, demand_share, fleet)
+        occupancy_s = demand_share * table.output_tokens * fleet.token_s
+        urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, occupancy_s, fleet)
         is_parked = ~np.append(is_ready, True)[table.waits_for]
         self._has_unseen = len(table) - int(is_parked.sum()) > _LOOKED_AT
         may_reserve: Flags = np.ones(len(table), dtype=np.bool_)

@@ -41,7 +41,7 @@ class Means:
             mean_own_s=self._own_tokens * prefill_s_per_token,
             backlog_s=backlog_tokens * prefill_s_per_token,
             mean_output_tokens=self.output_tokens,
-            answer_s=self.output_tokens * float((loads.step_s + loads.decode_s).sum()) / len(loads),
+            token_s=float((loads.step_s + loads.decode_s).sum()) / len(loads),
             num_workers=len(loads),
             num_routers=num_routers,
             block_size_tokens=block_size_tokens,

@@ -148,12 +148,17 @@ class FleetState:
     """Uncached prefill time of the requests that this router holds."""
     mean_output_tokens: float = 0.0
     """Length of an answer."""
-    answer_s: float = 0.0
-    """Time that an answer of that length takes, as busy as workers are now."""
+    token_s: float = 0.0
+    """Time that each token of an answer takes, as busy as workers are now."""
     num_workers: int = 1
     num_routers: int = 1
     """Live routers of the same workers, this one among them."""
     block_size_tokens: int = 64
+
+    @property
+    def answer_s(self) -> float:
+        """Time of a mean answer."""
+        return self.mean_output_tokens * self.token_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,10 +296,10 @@ class Policy(Protocol):
         """
         ...
 
-    def urgency(self, age_s: Floats, own_s: Floats, demand_share: Floats, fleet: FleetState) -> Floats:
+    def urgency(self, age_s: Floats, own_s: Floats, occupancy_s: Floats, fleet: FleetState) -> Floats:
         """Which held requests are looked at first: the highest. Early-binding policies never hold and are not asked.
 
         All held requests are given. `own_s` is the time to prefill what the best worker does not hold, positive;
-        `demand_share` is the share of a mean worker's blocks that each will need.
+        `occupancy_s` is the time of its expected answer, times the share of a mean worker's blocks that it needs meanwhile.
         """
         ...

@@ -38,7 +38,7 @@ class CostWeights:
     worker full of long answers while others stand idle, and a large one for blocks that are free elsewhere."""
     patience: float = 0.03
     """Of several routers, the one whose request has waited longer gets ahead by this share of its age."""
-    longest_wait: float = 2.5
+    longest_wait: float = 2.75
     """Short requests overtake others until these have waited so many times as long as all that is held takes."""
 
 
@@ -106,14 +106,15 @@ class CostPolicy:
             bound_s = bound_s + self._weights.patience * age_s
         return bound_s
 
-    def urgency(self, age_s: Floats, own_s: Floats, demand_share: Floats, fleet: FleetState) -> Floats:
+    def urgency(self, age_s: Floats, own_s: Floats, occupancy_s: Floats, fleet: FleetState) -> Floats:
         """The shortest first, by the time of a worker that each takes up; before them, the oldest of those that have
         waited for too long.
 
         Short ones first is least mean wait (Smith, 1956). Besides its prefill a request takes up its share of a
-        worker's blocks while its answer lasts. A bounded queue bounds every wait.
+        worker's blocks while its answer lasts: at most as long as it asks for, else as long as answers are. A bounded
+        queue bounds every wait.
         """
-        work_s = own_s + demand_share * fleet.answer_s
+        work_s = own_s + occupancy_s
         drain_s = fleet.mean_own_s + work_s.sum() * fleet.num_routers / fleet.num_workers
         overdue = age_s / (self._weights.longest_wait * drain_s)
         return np.where(overdue > 1.0, overdue, work_s.min() / work_s)

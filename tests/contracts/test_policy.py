@@ -313,35 +313,34 @@ class TestCost:
             older = Requests(*(getattr(requests, n) * (factor if n == "age_s" else 1) for n in Requests.__slots__))
             times = (1e-4, 0.4, 0.2, 3.0)
             counts: dict[str, Any] = {"mean_output_tokens": 64.0, "num_workers": 5, "num_routers": num_routers}
-            fleet = FleetState(*times, **counts, answer_s=2.0)
-            slow = FleetState(*(time * factor for time in times), **counts, answer_s=2.0 * factor)
+            fleet = FleetState(*times, **counts, token_s=2.0 / 64)
+            slow = FleetState(*(time * factor for time in times), **counts, token_s=2.0 / 64 * factor)
             ours = policy.costs(requests, loads_of(*columns), fleet, random.Random(1))
             theirs = policy.costs(older, loads_of(*slower), slow, random.Random(1))
             assert ours.best(loads_of(*columns)).tolist() == theirs.best(loads_of(*slower)).tolist()
             assert (ours.can_send == theirs.can_send).all()
             assert (ours.lacks_blocks == theirs.lacks_blocks).all()
             own_s = np.linspace(0.01, 1.0, 7)
-            shares = requests.demand_blocks / 800
-            urgency = policy.urgency(requests.age_s, own_s, shares, fleet)
-            scaled = policy.urgency(older.age_s, own_s * factor, shares, slow)
+            occupancy_s = requests.demand_blocks / 800 * 2.0
+            urgency = policy.urgency(requests.age_s, own_s, occupancy_s, fleet)
+            scaled = policy.urgency(older.age_s, own_s * factor, occupancy_s * factor, slow)
             assert urgency == pytest.approx(scaled)
 
     def test_who_takes_up_the_least_of_a_worker_goes_first(self) -> None:
-        fleet = replace(FLEET, answer_s=2.0)
-        # By own prefill and share of blocks: 0.2 + 2 * 0.1, 0.3 + 2 * 0.01, 0.01 + 2 * 0.5.
+        # By own prefill and what the answer takes up: 0.2 + 0.2, 0.3 + 0.02, 0.01 + 1.0.
         urgency = make_policy("cost").urgency(
-            np.zeros(3), np.array([0.2, 0.3, 0.01]), np.array([0.1, 0.01, 0.5]), fleet
+            np.zeros(3), np.array([0.2, 0.3, 0.01]), np.array([0.2, 0.02, 1.0]), FLEET
         )
         assert (-urgency).argsort().tolist() == [1, 0, 2]
 
     def test_who_has_waited_for_longer_than_all_that_is_held_takes_goes_first_the_oldest_before_all(self) -> None:
-        own_s, shares = np.array([0.01, 0.8, 0.8, 0.4]), np.zeros(4)
+        own_s, occupancy_s = np.array([0.01, 0.8, 0.8, 0.4]), np.zeros(4)
         policy, fleet = make_policy("cost"), replace(FLEET, num_workers=2)
         # All that is held keeps two workers busy for about a second, and one mean request is added.
         limit_s = CostWeights().longest_wait * (2.01 / 2 + fleet.mean_own_s)
-        early = policy.urgency(np.array([0.0, 0.9, 0.0, 0.5]) * limit_s, own_s, shares, fleet)
+        early = policy.urgency(np.array([0.0, 0.9, 0.0, 0.5]) * limit_s, own_s, occupancy_s, fleet)
         assert (-early).argsort(kind="stable").tolist() == [0, 3, 1, 2]
-        late = policy.urgency(np.array([0.0, 1.1, 1.2, 0.5]) * limit_s, own_s, shares, fleet)
+        late = policy.urgency(np.array([0.0, 1.1, 1.2, 0.5]) * limit_s, own_s, occupancy_s, fleet)
         assert (-late).argsort().tolist() == [2, 1, 0, 3]
 
     def test_routers_keep_to_their_homes_among_busy_equals_and_leave_them_for_much_cheaper_workers(self) -> None:
