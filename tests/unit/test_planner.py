@@ -186,7 +186,17 @@ def test_rules_do_not_depend_on_the_unit_of_time(factor: float):
 
 
 def test_a_fleet_without_measurements_weighs_rows_by_their_tokens():
-    assert Pace(0.0, 0.5, 64.0).prefill_s_per_token == 1.0
+    assert Pace(0.0, 0.5, 64.0, 0.1) == Pace(1.0, 0.0, 64.0)
+
+
+def test_rows_weigh_by_what_their_answers_see_too():
+    # As many tokens of their own, but answers that see two and twenty blocks.
+    short, long = (groups_of(draft_of([(depth,) * depth] * 9))[0] for depth in (2, 20))
+    assert short.work_s(PACE) == 9 * (8 + 8) + 2 * BLOCK
+    assert long.work_s(PACE) == 9 * (8 + 8) + 20 * BLOCK
+    seeing = Pace(1.0, 8.0, 8.0, 0.5)
+    assert short.work_s(seeing) - short.work_s(PACE) == 9 * 0.5 * (2 * BLOCK + 8)
+    assert long.work_s(seeing) - long.work_s(PACE) == 9 * 0.5 * (20 * BLOCK + 8)
 
 
 def test_a_worker_stays_with_its_group_until_it_is_empty():
