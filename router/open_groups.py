@@ -17,6 +17,9 @@ from router.row_groups import Group, Pace, Urgency, beginning, num_shared_blocks
 
 Item = TypeVar("Item")
 
+_MOST_STALE = 16
+"""Groups that are done and still remembered, beside as many as are not."""
+
 
 class _Shelf(Generic[Item]):
     """Groups of one urgency in the order of their chains, in which those that share much are neighbours.
@@ -125,6 +128,10 @@ class TakenGroups(Generic[Item]):
 
     def add(self, group: Group[Item]) -> None:
         """Somebody takes a group. Modifies."""
+        if len(self._heap) > 2 * len(self._taken) + _MOST_STALE:
+            # As long as groups wait nobody asks for the largest, and those that are done would be kept.
+            self._heap = [entry for entry in self._heap if entry[-1] in self._taken]
+            heapify(self._heap)
         self._taken.add(group)
         self._num_added += 1
         heappush(self._heap, self._entry(self._num_added, group))
@@ -132,6 +139,8 @@ class TakenGroups(Generic[Item]):
     def remove(self, group: Group[Item]) -> None:
         """Whoever had a group has it no longer. Modifies."""
         self._taken.discard(group)
+        if self._whole is group:
+            self._whole = None
 
     def part_of_largest(self, pace: Pace) -> Group[Item] | None:
         """A part of the largest of the most urgent groups; `None` where that would not end it sooner. Modifies."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -215,6 +217,28 @@ def test_the_next_group_is_the_one_that_shares_most_with_what_the_worker_had():
         planner.add(groups_of(draft_of([prompt] * num_rows)))
     seat = seat_of(planner, 0)
     assert [len(group) for group in taken_groups(planner, seat)] == [9, 4, 6]
+
+
+def test_what_is_done_is_forgotten_while_more_waits():
+    class Row:
+        pass
+
+    planner: Planner[Row] = Planner(max_under_way=4)
+    planner.seat({W[0]: Room(4)})
+    early: list[weakref.ref[Row]] = []
+    for number in range(200):
+        # Each a plan of its own, of which one group always waits.
+        draft: Draft[Row] = Draft()
+        draft.add(Row(), chain(number + 1), BLOCK)
+        early.append(weakref.ref(draft.items[0]))
+        planner.add(planned(draft, block_size_tokens=BLOCK, num_seats=1, pace=PACE))
+        if number:
+            turn = planner.take(next(iter(planner.seats)))
+            assert turn is not None
+            planner.finish(turn)
+    del draft, turn
+    gc.collect()
+    assert sum(row() is not None for row in early) <= 40
 
 
 def test_one_giant_group_is_shared_out_among_all_workers():
