@@ -12,10 +12,13 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from router.policies.base import Ints
+from router.policies.base import Floats
 from router.row_groups import Group, Pace, Urgency, beginning, num_shared_blocks
 
 Item = TypeVar("Item")
+
+_MOST_STALE = 16
+"""Groups that are done and still remembered, beside as many as are not."""
 
 
 class _Shelf(Generic[Item]):
@@ -29,8 +32,8 @@ class _Shelf(Generic[Item]):
         self._added: list[Group[Item]] = []
         self._groups: list[Group[Item]] = []
         self._chains: list[bytes] = []
-        self._tokens: Ints = np.zeros(0, np.int64)
-        self._rows: Ints = np.zeros(0, np.int64)
+        self._work: Floats = np.zeros((3, 0))
+        """Tokens, rows and tokens seen of each group, as `Pace.work_s` takes them."""
 
     def __len__(self) -> int:
         return len(self._groups) + len(self._added)
@@ -49,7 +52,7 @@ class _Shelf(Generic[Item]):
             key=lambda index: (self._groups[index].work_s(pace), -index),
         )
         del self._chains[found]
-        self._tokens, self._rows = np.delete(self._tokens, found), np.delete(self._rows, found)
+        self._work = np.delete(self._work, found, axis=1)
         return self._groups.pop(found)
 
     def _sort_in(self) -> None:
@@ -58,8 +61,8 @@ class _Shelf(Generic[Item]):
         self._groups = sorted([*self._groups, *self._added], key=lambda group: group.chain)
         self._added.clear()
         self._chains = [group.chain for group in self._groups]
-        self._tokens = np.fromiter((group.num_tokens for group in self._groups), np.int64, len(self._groups))
-        self._rows = np.fromiter(map(len, self._groups), np.int64, len(self._groups))
+        work = [(group.num_tokens, len(group), group.num_context_tokens) for group in self._groups]
+        self._work = np.array(work, float).T
 
     def _nearest(self, held: Sequence[bytes]) -> Iterator[tuple[int, int]]:
         """Where the groups stand that share most with any of the chains; all of them where none shares a block."""
@@ -75,8 +78,7 @@ class _Shelf(Generic[Item]):
         return max(num_shared_blocks(chain, near) for near in self._chains[max(0, place - 1) : place + 1])
 
     def _most_work(self, start: int, end: int, pace: Pace) -> int:
-        work_s = self._tokens[start:end] * pace.prefill_s_per_token + self._rows[start:end] * pace.answer_s
-        return start + int(work_s.argmax())
+        return start + int(pace.work_s(*self._work[:, start:end]).argmax())
 
 
 class WaitingGroups(Generic[Item]):
@@ -126,6 +128,10 @@ class TakenGroups(Generic[Item]):
 
     def add(self, group: Group[Item]) -> None:
         """Somebody takes a group. Modifies."""
+        if len(self._heap) > 2 * len(self._taken) + _MOST_STALE:
+            # As long as groups wait nobody asks for the largest, and those that are done would be kept.
+            self._heap = [entry for entry in self._heap if entry[-1] in self._taken]
+            heapify(self._heap)
         self._taken.add(group)
         self._num_added += 1
         heappush(self._heap, self._entry(self._num_added, group))
@@ -133,6 +139,8 @@ class TakenGroups(Generic[Item]):
     def remove(self, group: Group[Item]) -> None:
         """Whoever had a group has it no longer. Modifies."""
         self._taken.discard(group)
+        if self._whole is group:
+            self._whole = None
 
     def part_of_largest(self, pace: Pace) -> Group[Item] | None:
         """A part of the largest of the most urgent groups; `None` where that would not end it sooner. Modifies."""

@@ -63,11 +63,15 @@ def fleet_of(router: Router) -> FleetMeans | None:
     if not len(loads):
         return None
     state = router.queue.fleet_state(loads)
+    # An answer shares its steps with those of the other sequences; what it adds to each is to read its own context.
+    num_steps = state.mean_output_tokens
+    answer_s = num_steps * float(loads.step_s.mean()) / float(loads.max_num_seqs.mean())
+    context_s = num_steps * float(loads.decode_s_per_seq.mean())
+    context_tokens = state.mean_full_s / state.prefill_s_per_token if state.prefill_s_per_token > 0.0 else 0.0
     rooms = zip(loads.workers, loads.max_num_seqs.tolist(), loads.kv_total_blocks.tolist(), strict=True)
     return FleetMeans(
         {worker: Room(math.ceil(_ROWS_PER_SEQ * seqs), int(_BLOCKS_SHARE * blocks)) for worker, seqs, blocks in rooms},
-        # An answer shares its steps with those of the other sequences.
-        Pace(state.prefill_s_per_token, state.answer_s / float(loads.max_num_seqs.mean()), state.mean_output_tokens),
+        Pace(state.prefill_s_per_token, answer_s, num_steps, context_s / context_tokens if context_tokens else 0.0),
     )
 
 

@@ -19,6 +19,8 @@ from shared.hashing import KEY_SIZE_BYTES
 from shared.types import BlockKey
 
 Item = TypeVar("Item")
+Quantity = TypeVar("Quantity", float, Floats)
+"""One number, or one for each of several."""
 
 _LINK_BYTES = 4
 """What a chain keeps of each key: keys name all blocks before them, so that two of one chain's length rarely meet, and
@@ -47,12 +49,23 @@ class Pace:
     answer_s: float = 0.0
     """Of one answer, beside which others are made."""
     answer_tokens: float = 0.0
+    answer_s_per_prompt_token: float = 0.0
+    """What an answer takes more for each token of its prompt, since every step reads all of them."""
 
     def __post_init__(self) -> None:
         if self.prefill_s_per_token <= 0.0:
             # A fleet that has computed nothing tells nothing: rows weigh by their tokens.
             object.__setattr__(self, "prefill_s_per_token", 1.0)
             object.__setattr__(self, "answer_s", 0.0)
+            object.__setattr__(self, "answer_s_per_prompt_token", 0.0)
+
+    def work_s(self, own_tokens: Quantity, num_rows: Quantity, prompt_tokens: Quantity) -> Quantity:
+        """Of rows that compute so many tokens of their own and see so many."""
+        return (
+            own_tokens * self.prefill_s_per_token
+            + num_rows * self.answer_s
+            + prompt_tokens * self.answer_s_per_prompt_token
+        )
 
 
 def chain_of(keys: Sequence[BlockKey]) -> bytes:
@@ -162,13 +175,20 @@ class _Plan(Generic[Item]):
     """Blocks that each row shares with the row before it."""
     left_tokens: Ints
     """Prompt tokens of each row and all after it, those left out that it shares with the row before it."""
+    left_context_tokens: Ints
+    """The same, with none left out."""
     block_size_tokens: int
 
     def left_s(self, start: int, end: int, pace: Pace) -> Floats:
         """Work of these rows, from each to the end."""
-        tokens = self.left_tokens[start : end + 1] - self.left_tokens[end]
-        left_s: Floats = tokens * pace.prefill_s_per_token + np.arange(end - start, -1, -1) * pace.answer_s
-        return left_s
+        rows: Floats = np.arange(end - start, -1, -1).astype(float)
+        return pace.work_s(_sums(self.left_tokens, start, end), rows, _sums(self.left_context_tokens, start, end))
+
+
+def _sums(left: Ints, start: int, end: int) -> Floats:
+    """Of what `left` counts, from each place to the end."""
+    sums: Floats = (left[start : end + 1] - left[end]).astype(float)
+    return sums
 
 
 @dataclass(slots=True, eq=False)
@@ -193,8 +213,13 @@ class Group(Generic[Item]):
         """Of prompts, those left out that a row shares with the one before it."""
         return int(self.plan.left_tokens[self.start] - self.plan.left_tokens[self.end])
 
+    @property
+    def num_context_tokens(self) -> int:
+        """Of prompts, with none left out."""
+        return int(self.plan.left_context_tokens[self.start] - self.plan.left_context_tokens[self.end])
+
     def work_s(self, pace: Pace) -> float:
-        return self.num_tokens * pace.prefill_s_per_token + len(self) * pace.answer_s
+        return pace.work_s(float(self.num_tokens), float(len(self)), float(self.num_context_tokens))
 
     def next_blocks(self, pace: Pace) -> int:
         """Blocks that the next row needs beside those that it shares with the row before it."""
@@ -248,6 +273,12 @@ def planned(draft: Draft[Item], *, block_size_tokens: int, num_seats: int, pace:
 def _in_order(draft: Draft[Item], order: Sequence[int], block_size_tokens: int) -> _Plan[Item]:
     chains = [draft.chains[index] for index in order]
     num_shared = np.fromiter(map(num_shared_blocks, chains, [b"", *chains[:-1]]), np.int64, len(chains))
-    own_tokens = np.array(draft.num_tokens)[order] - num_shared * block_size_tokens
-    left_tokens = np.append(np.cumsum(np.maximum(own_tokens, 1)[::-1])[::-1], 0)
-    return _Plan([draft.items[index] for index in order], chains, num_shared, left_tokens, block_size_tokens)
+    num_tokens = np.array(draft.num_tokens)[order]
+    own_tokens = np.maximum(num_tokens - num_shared * block_size_tokens, 1)
+    items = [draft.items[index] for index in order]
+    return _Plan(items, chains, num_shared, _left(own_tokens), _left(num_tokens), block_size_tokens)
+
+
+def _left(counts: Ints) -> Ints:
+    """The sums of each and all behind it, and zero behind the last."""
+    return np.append(np.cumsum(counts[::-1])[::-1], 0)

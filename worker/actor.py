@@ -59,6 +59,10 @@ class WorkerActor:
         self._start.add_done_callback(self._end_if_failed)
         self._drain: Future[int] | None = None
 
+    def __repr__(self) -> str:
+        """Where Ray shows more than the actor's name, as in its dashboard and before lines of its log."""
+        return f"{self._options.worker} {self._options.settings.model_name}"
+
     def ready(self) -> bytes:
         """Wait for the worker's start: its `WorkerInfo` as `messages.encode_record` gives it, or the start's error."""
         return encode_record(self._start.result())

@@ -72,6 +72,12 @@ def test_start_that_fails_is_told_to_who_asks_and_ends_the_process(exits: queue.
     assert exits.get(timeout=60.0) == "no memory yet"
 
 
+def test_actor_says_what_it_is_where_ray_shows_it(exits: queue.Queue[str]) -> None:
+    assert repr(actor.WorkerActor(OPTIONS)) == "w0 tiny"
+    _SickWorker.gate.set()
+    assert exits.get(timeout=60.0) == "no memory yet"
+
+
 def test_start_that_is_given_up_ends_no_process(exits: queue.Queue[str]) -> None:
     worker = actor.WorkerActor(OPTIONS)
     worker._start.cancel()

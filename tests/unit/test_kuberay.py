@@ -62,7 +62,8 @@ RAY_CLUSTER = exactly(
         ),
     }
 )
-"""What the operator's types in `ray-operator/apis/ray/v1` have of what we use; any other field is a mistake."""
+"""What the operator's types in `ray-operator/apis/ray/v1` have of what we use, and the API reference of KubeRay 1.6.2;
+any other field is a mistake."""
 
 
 def test_manifest_has_the_fields_of_a_ray_cluster_and_room_for_its_workers() -> None:

@@ -50,7 +50,7 @@ def test_the_nearest_group_is_the_same_as_by_a_look_at_all(seed: int):
             left.append(group)
             continue
         held = [group_of(random_path(rng)).chain for _ in range(rng.randrange(4))]
-        pace = Pace(rng.choice((1.0, 1e-3)), rng.random())
+        pace = Pace(rng.choice((1.0, 1e-3)), rng.random(), 0.0, rng.choice((0.0, 0.1)))
         first = min(group.urgency for group in left)
         expected = nearest_of_all([group for group in left if group.urgency == first], held, pace)
         assert waiting.first_urgency == first
@@ -99,7 +99,7 @@ def test_the_largest_group_is_divided_whatever_its_owners_have_taken_of_it(seed:
         elif action == 1:
             taken.remove(groups.pop(rng.randrange(len(groups))))
         elif action == 2:
-            pace = Pace(rng.choice((1.0, 1e-2)), rng.random())
+            pace = Pace(rng.choice((1.0, 1e-2)), rng.random(), 0.0, rng.choice((0.0, 0.1)))
         elif action == 3:
             group = rng.choice(groups)
             group.start = rng.randint(group.start, group.end)

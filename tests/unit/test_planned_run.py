@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
-from router.planned_run import FleetMeans, Outline, PlannedRun, no_fleet
+from router.planned_run import FleetMeans, Outline, PlannedRun, fleet_of, no_fleet
 from router.planner import Room
 from router.row_groups import Pace
 from shared.types import WorkerId
@@ -165,3 +168,28 @@ async def test_without_any_word_of_workers_rows_are_for_whoever_takes_them():
     await bench.run.run(bench.rows(20))
     assert {worker for _, worker in bench.ran} == {None}
     assert bench.most_live == 4
+
+
+def test_what_a_sequence_adds_to_a_step_is_by_the_context_that_it_reads():
+    loads = SimpleNamespace(
+        workers=[W0, W1],
+        max_num_seqs=np.array([16, 48]),
+        kv_total_blocks=np.array([100, 200]),
+        step_s=np.array([0.02, 0.06]),
+        decode_s_per_seq=np.array([0.001, 0.003]),
+    )
+    state = SimpleNamespace(prefill_s_per_token=1e-3, mean_full_s=5.0, mean_output_tokens=10.0)
+    router = MagicMock(**{"fleet.loads.return_value": MagicMock(**vars(loads), __len__=lambda _: 2)})
+    router.queue.fleet_state.return_value = state
+
+    means = fleet_of(router)
+
+    assert means is not None
+    assert means.worker_to_room == {W0: Room(20, 90), W1: Room(60, 180)}
+    # Ten steps of 0.04 s among 32 sequences, and ten times 0.002 s for a context of 5,000 tokens.
+    assert means.pace == Pace(1e-3, 10 * 0.04 / 32, 10.0, 10 * 0.002 / 5000)
+
+    state.prefill_s_per_token = state.mean_full_s = 0.0
+    unknown = fleet_of(router)
+    assert unknown is not None
+    assert unknown.pace == Pace(1.0, 0.0, 10.0)

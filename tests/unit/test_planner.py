@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -186,7 +188,17 @@ def test_rules_do_not_depend_on_the_unit_of_time(factor: float):
 
 
 def test_a_fleet_without_measurements_weighs_rows_by_their_tokens():
-    assert Pace(0.0, 0.5, 64.0).prefill_s_per_token == 1.0
+    assert Pace(0.0, 0.5, 64.0, 0.1) == Pace(1.0, 0.0, 64.0)
+
+
+def test_rows_weigh_by_what_their_answers_see_too():
+    # As many tokens of their own, but answers that see two and twenty blocks.
+    short, long = (groups_of(draft_of([(depth,) * depth] * 9))[0] for depth in (2, 20))
+    assert short.work_s(PACE) == 9 * (8 + 8) + 2 * BLOCK
+    assert long.work_s(PACE) == 9 * (8 + 8) + 20 * BLOCK
+    seeing = Pace(1.0, 8.0, 8.0, 0.5)
+    assert short.work_s(seeing) - short.work_s(PACE) == 9 * 0.5 * (2 * BLOCK + 8)
+    assert long.work_s(seeing) - long.work_s(PACE) == 9 * 0.5 * (20 * BLOCK + 8)
 
 
 def test_a_worker_stays_with_its_group_until_it_is_empty():
@@ -205,6 +217,28 @@ def test_the_next_group_is_the_one_that_shares_most_with_what_the_worker_had():
         planner.add(groups_of(draft_of([prompt] * num_rows)))
     seat = seat_of(planner, 0)
     assert [len(group) for group in taken_groups(planner, seat)] == [9, 4, 6]
+
+
+def test_what_is_done_is_forgotten_while_more_waits():
+    class Row:
+        pass
+
+    planner: Planner[Row] = Planner(max_under_way=4)
+    planner.seat({W[0]: Room(4)})
+    early: list[weakref.ref[Row]] = []
+    for number in range(200):
+        # Each a plan of its own, of which one group always waits.
+        draft: Draft[Row] = Draft()
+        draft.add(Row(), chain(number + 1), BLOCK)
+        early.append(weakref.ref(draft.items[0]))
+        planner.add(planned(draft, block_size_tokens=BLOCK, num_seats=1, pace=PACE))
+        if number:
+            turn = planner.take(next(iter(planner.seats)))
+            assert turn is not None
+            planner.finish(turn)
+    del draft, turn
+    gc.collect()
+    assert sum(row() is not None for row in early) <= 40
 
 
 def test_one_giant_group_is_shared_out_among_all_workers():

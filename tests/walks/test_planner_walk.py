@@ -78,7 +78,10 @@ class _Walk:
             assert {seat.worker: seat.room for seat in self.planner.seats} == rooms
 
     def _pace(self) -> None:
-        self.planner.pace = Pace(self.rng.choice((0.0, 1e-4, 1.0)), self.rng.random(), self.rng.randrange(64))
+        context_s = self.rng.choice((0.0, 1e-3))
+        self.planner.pace = Pace(
+            self.rng.choice((0.0, 1e-4, 1.0)), self.rng.random(), self.rng.randrange(64), context_s
+        )
 
     def _check(self) -> None:
         assert self.planner.num_waiting == len(self.waiting)
