@@ -233,7 +233,9 @@ def _banner(serving: Serving, entries: Sequence[KeyEntry], port: int, num_router
     if entries:
         has_admin = any(entry.admin for entry in entries)
         closed = " (for admins' keys)" if has_admin else " (closed: no key of --api-key-file has 'admin: true')"
-    keys = "a key is needed" if settings.api_key_file or settings.api_key.get_secret_value() else "no key is needed"
+    is_locked = bool(settings.api_key_file or settings.api_key.get_secret_value())
+    keys = "a key is needed" if is_locked else "no key is needed"
+    shown_key = " -H 'Authorization: Bearer KEY'" if is_locked else ""
     return [
         f"{settings.model_name}: {len(serving.workers)} of {max(settings.workers, len(serving.workers))} workers are "
         f"ready; KV blocks of {settings.block_size} tokens, policy {settings.policy}, "
@@ -241,7 +243,7 @@ def _banner(serving: Serving, entries: Sequence[KeyEntry], port: int, num_router
         f"listening on {url}/v1 ({num_routers} router{'s' if num_routers > 1 else ''}, {keys}); "
         f"metrics at {url}/metrics, dashboard at {url}/dashboard{closed}",
         "Next steps:",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+        f"  curl {url}/v1/chat/completions{shown_key} -H 'Content-Type: application/json' -d "
         f'\'{{"model": "{settings.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'',
     ]
 

@@ -80,6 +80,7 @@ def test_server_answers_and_ends_after_what_it_has_under_way(tmp_path: Path, tag
     streaming.close()
     _, stderr = process.communicate(timeout=240.0)
     assert (process.returncode, stderr.splitlines()[-1]) == (0, "kvroute: stopped")
+    assert f"curl http://127.0.0.1:{port}/v1/chat/completions -H 'Authorization: Bearer KEY'" in stderr
 
 
 def test_several_processes_share_the_port_and_a_killed_one_comes_back(tmp_path: Path, tag: str) -> None:
