@@ -101,8 +101,12 @@ class BatchBook:
         """Put a record on the disk, whole or not at all. Modifies."""
         path = self.folder / f"{record.id}.json"
         staged = path.with_suffix(f".{secrets.token_hex(4)}")
-        staged.write_text(json.dumps(asdict(record)))
-        staged.replace(path)
+        try:
+            staged.write_text(json.dumps(asdict(record)))
+            staged.replace(path)
+        except OSError:
+            staged.unlink(missing_ok=True)
+            raise
 
     def get(self, batch_id: str, tenant: str) -> BatchRecord:
         """Raises `NotFound` for a batch that is not there, or not this tenant's."""

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 """Time between two looks for new batches and for cancelled ones."""
+_AGAIN_S = 5.0
+"""Time after which a batch's end is written once more, where there was no room for it."""
 _MAX_RUNNING = 4
 _COUNT_S = 1.0
 """How far behind its rows the count of a batch may be, so that it is not written for each."""
@@ -125,12 +127,19 @@ class BatchService:
             logger.warning("%s waits: %s", record.id, error)
         except (KvrouteError, OSError) as error:
             logger.warning("%s failed: %s", record.id, error)
-            record.errors.append(str(error))
-            await self._finish(record, "failed")
+            await self._fail(record, self._without_paths(record, str(error)))
         except Exception:
             logger.exception("%s: internal error", record.id)
-            record.errors.append("internal error")
-            await self._finish(record, "failed")
+            await self._fail(record, "internal error")
+
+    async def _fail(self, record: BatchRecord, reason: str) -> None:
+        record.errors.append(reason)
+        await self._finish(record, "failed")
+
+    def _without_paths(self, record: BatchRecord, text: str) -> str:
+        """`text` with names that its reader knows: where files lie on this machine is nobody's business."""
+        text = text.replace(str(self._files.place_of(record.input_file_id)), record.input_file_id)
+        return text.replace(str(self._book.results(record.id)), record.id)
 
     async def _work_on(self, record: BatchRecord) -> None:
         caller = self._runs.caller_of(record.tenant)
@@ -198,30 +207,46 @@ class BatchService:
         return prepare_batch(path, self._book.results(record.id), served_model=self._runs.model, resume=True)
 
     async def _finish(self, record: BatchRecord, status: str) -> None:
-        """Make files of the results, and tell of the end."""
+        """Make files of the results, and tell of the end, as soon as the disk takes that."""
         record.become("finalizing")
-        await asyncio.to_thread(self._write_results, record, status)
-        self._ended.add(record.id)
+        is_told = False
+        while record.id not in self._ended:
+            try:
+                await asyncio.to_thread(self._write_results, record, status)
+                self._ended.add(record.id)
+            except OSError as error:
+                if not is_told:
+                    logger.error("the end of %s cannot be written, and is tried again: %s", record.id, error)
+                is_told = True
+                await asyncio.sleep(_AGAIN_S)
 
     def _write_results(self, record: BatchRecord, status: str) -> None:
         results = self._book.results(record.id)
         output, errors = self._files.new_path(), self._files.new_path()
-        if results.exists():
-            with output.open("wb") as answered, errors.open("wb") as failed:
-                for line in _whole_lines(results):
-                    (answered if json.loads(line)["error"] is None else failed).write(line)
-            record.num_completed, record.num_failed = _counts(results)
-            record.output_file_id = self._keep(output, record, "output")
-            record.error_file_id = self._keep(errors, record, "errors")
-        record.become(status)
-        # The end is known before the results are taken away: a batch that has lost them would run once more.
-        self._book.write(record)
+        try:
+            if results.exists():
+                with output.open("wb") as answered, errors.open("wb") as failed:
+                    for line in _whole_lines(results):
+                        (answered if json.loads(line)["error"] is None else failed).write(line)
+                record.num_completed, record.num_failed = _counts(results)
+                record.output_file_id = self._keep(output, record, "output")
+                record.error_file_id = self._keep(errors, record, "errors")
+            record.become(status)
+            # The end is known before the results are taken away: a batch that has lost them would run once more.
+            self._book.write(record)
+        except OSError:
+            for file_id in filter(None, (record.output_file_id, record.error_file_id)):
+                self._files.delete(file_id, record.tenant)
+            record.output_file_id = record.error_file_id = None
+            raise
+        finally:
+            output.unlink(missing_ok=True)
+            errors.unlink(missing_ok=True)
         results.unlink(missing_ok=True)
         self._book.cancel_mark(record.id).unlink(missing_ok=True)
 
     def _keep(self, path: Path, record: BatchRecord, kind: str) -> str | None:
         if not path.stat().st_size:
-            path.unlink()
             return None
         name = f"{record.id}_{kind}.jsonl"
         return self._files.keep(path, tenant=record.tenant, filename=name, purpose="batch_output").id

@@ -15,6 +15,7 @@ from router.demo_input import WORKER_SETTINGS, demo_rows
 from router.requests import RequestTrace
 from router.serving import Say
 from shared.config import Settings
+from shared.errors import ConfigError
 
 _POLICIES = ("cost", "round_robin")
 _SEED = 20
@@ -54,8 +55,11 @@ async def run_demo(
 def _write_input(input_path: Path) -> int:
     """Write the shipped batch as a file that `kvroute batch` takes too; its number of rows."""
     rows = demo_rows(_SEED)
-    input_path.parent.mkdir(parents=True, exist_ok=True)
-    input_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    try:
+        input_path.parent.mkdir(parents=True, exist_ok=True)
+        input_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        raise ConfigError(f"--output-dir: cannot write {input_path}: {error.strerror}") from None
     return len(rows)
 
 

@@ -69,6 +69,8 @@ class Fleet:
         self._only = only
         self._refresh_s = refresh_s
         self._members: dict[WorkerId, Membership] = {}
+        self._records: dict[WorkerId, WorkerRecord] = {}
+        """Who lives, as the directory has told last."""
         self._worker_to_instance: Mapping[WorkerId, Instance] | None = None
         self._max_model_len_tokens = 0
         """Of the members of `_worker_to_instance`."""
@@ -279,15 +281,17 @@ class Fleet:
         try:
             listed = await self._directory.workers()
             await self._take_place([record.info.worker for record in listed])
-            records = {
+            self._records = {
                 record.info.worker: record
                 for record in listed
                 if self._only is None or record.info.worker in self._only
             }
-            known = {record.info.instance for record in records.values()} | set(self.worker_to_instance.values())
+            known = {record.info.instance for record in self._records.values()} | set(self.worker_to_instance.values())
             self._suspicion.keep(known)
         except DirectoryUnavailable:
-            records = {}
+            # Whoever answers at the address that was told last lives still.
+            pass
+        records = self._records
         for worker, member in list(self._members.items()):
             record = records.get(worker)
             if record is not None and record.info.instance != member.record.info.instance:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -20,7 +21,7 @@ from router.http_call import Call, Limits
 from router.keys import Allowance, Caller
 from router.openai import Endpoint
 from router.stored_files import FileStore
-from shared.errors import BodyTooLarge, InvalidRequest, NotFound, RequestTimeout
+from shared.errors import BodyTooLarge, InvalidRequest, NotFound, OutputError, RequestTimeout
 
 MAX_FILE_BYTES = 512 << 20
 _MAX_OTHER_BYTES = 1 << 16
@@ -69,15 +70,16 @@ class FilesApi:
         await asyncio.to_thread(self._files.check_room, caller.tenant)
         path = self._files.new_path()
         try:
-            upload = await self._receive(call, path)
-            if upload.purpose != "batch":
-                raise InvalidRequest(
-                    f"Invalid 'purpose': {fields.brief(upload.purpose)} is not supported; only 'batch' is.",
-                    param="purpose",
+            with _storing("the file"):
+                upload = await self._receive(call, path)
+                if upload.purpose != "batch":
+                    raise InvalidRequest(
+                        f"Invalid 'purpose': {fields.brief(upload.purpose)} is not supported; only 'batch' is.",
+                        param="purpose",
+                    )
+                stored = await asyncio.to_thread(
+                    self._files.keep, path, tenant=caller.tenant, filename=upload.filename, purpose="batch"
                 )
-            stored = await asyncio.to_thread(
-                self._files.keep, path, tenant=caller.tenant, filename=upload.filename, purpose="batch"
-            )
         finally:
             await asyncio.to_thread(path.unlink, missing_ok=True)
         await call.respond_json(stored.as_body())
@@ -157,7 +159,8 @@ class FilesApi:
             await asyncio.to_thread(self._files.get, file_id, caller.tenant)
         except NotFound as error:
             raise InvalidRequest(str(error), param="input_file_id") from None
-        record = await asyncio.to_thread(self._book.create, caller.tenant, Endpoint(endpoint), file_id, metadata)
+        with _storing("the batch"):
+            record = await asyncio.to_thread(self._book.create, caller.tenant, Endpoint(endpoint), file_id, metadata)
         await call.respond_json(record.as_body())
 
     async def _list_batches(self, call: Call, caller: Caller, allowance: Allowance) -> None:
@@ -168,7 +171,9 @@ class FilesApi:
         await call.respond_json((await asyncio.to_thread(self._book.get, batch_id, caller.tenant)).as_body())
 
     async def _cancel_batch(self, call: Call, caller: Caller, batch_id: str) -> None:
-        await call.respond_json((await asyncio.to_thread(self._book.cancel, batch_id, caller.tenant)).as_body())
+        with _storing("the cancellation"):
+            record = await asyncio.to_thread(self._book.cancel, batch_id, caller.tenant)
+        await call.respond_json(record.as_body())
 
 
 @dataclass(slots=True)
@@ -231,6 +236,15 @@ class _Upload:
         if self._num_other_bytes > _MAX_OTHER_BYTES:
             raise BodyTooLarge(f"what stands beside the file is over the limit of {_MAX_OTHER_BYTES} bytes")
         return data
+
+
+@contextlib.contextmanager
+def _storing(what: str) -> Iterator[None]:
+    """Tell by name of a disk that takes no more, which is no fault of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{what} cannot be stored: {error.strerror or error}") from error
 
 
 def _write_pending(file: IO[bytes], upload: _Upload) -> None:

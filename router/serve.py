@@ -51,10 +51,11 @@ async def run_serve(
     """Serve over what `entering` gives, in so many processes, until told to end; whether that was by Ctrl-C.
 
     Raises:
-        ConfigError: the address or the keys are wrong; nothing has been started then.
+        ConfigError: the address, the keys or the files' folder is wrong; nothing has been started then.
     """
     entries = await asyncio.to_thread(read_keys, settings)
     _check_exposure(settings, say)
+    files = await asyncio.to_thread(open_files, settings)
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(listen(settings.host, settings.port, is_shared=num_routers > 1))
         port = listener.getsockname()[1]
@@ -67,7 +68,6 @@ async def run_serve(
             await stack.enter_async_context(told)
             orders = [_order(serving, port, folder, number, num_routers) for number in range(1, num_routers)]
             siblings = await stack.enter_async_context(Siblings(orders, settings.drain_timeout_s, say))
-        files = await asyncio.to_thread(open_files, settings)
         front = make_front(serving, entries, files=files, place=place)
         await stack.enter_async_context(make_batch_service(serving, entries, files))
         set_apart_what_stays()

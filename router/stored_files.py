@@ -64,7 +64,7 @@ class FileStore:
             raise InvalidRequest(f"there are {MAX_FILES_PER_TENANT} files already; delete some", param="file")
 
     def keep(self, path: Path, *, tenant: str, filename: str, purpose: str) -> StoredFile:
-        """Take a written file in. Modifies."""
+        """Take a written file in. Modifies; where that fails, the file stays where it is."""
         found = StoredFile(
             id=f"file-{secrets.token_hex(12)}",
             tenant=tenant,
@@ -75,9 +75,13 @@ class FileStore:
         )
         staged = self._folder / f".{found.id}"
         staged.mkdir(mode=0o700)
-        path.replace(staged / _CONTENT)
-        (staged / _META).write_text(json.dumps(asdict(found)))
-        staged.replace(self._folder / found.id)
+        try:
+            (staged / _META).write_text(json.dumps(asdict(found)))
+            path.replace(staged / _CONTENT)
+            staged.replace(self._folder / found.id)
+        except OSError:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
         return found
 
     def get(self, file_id: str, tenant: str) -> StoredFile:
@@ -89,7 +93,11 @@ class FileStore:
 
     def content(self, file_id: str, tenant: str) -> Path:
         """Where a file's content lies. Raises `NotFound` as `get` does."""
-        return self._folder / self.get(file_id, tenant).id / _CONTENT
+        return self.place_of(self.get(file_id, tenant).id)
+
+    def place_of(self, file_id: str) -> Path:
+        """Where the content of a file with that id lies, if there is one."""
+        return self._folder / file_id / _CONTENT
 
     def delete(self, file_id: str, tenant: str) -> None:
         """Remove a file. Modifies; raises `NotFound` as `get` does."""

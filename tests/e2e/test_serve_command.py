@@ -65,6 +65,9 @@ def completion(**fields: Any) -> dict[str, Any]:
 def test_server_answers_and_ends_after_what_it_has_under_way(tmp_path: Path, tag: str) -> None:
     process, port, told = start(tag, tmp_path, "--api-key", "sk-the-only-one")
     assert "1 of 1 workers are ready" in "".join(told)
+    assert process.stderr is not None
+    next_steps = [process.stderr.readline() for _ in range(2)]
+    assert f"curl http://127.0.0.1:{port}/v1/chat/completions -H 'Authorization: Bearer KEY' " in next_steps[1]
     assert ask(port, "/v1/completions", completion(), "sk-the-only-one")[0] == 200
     assert ask(port, "/v1/completions", completion(), "sk-another-one")[0] == 401
     assert ask(port, "/ready")[0] == 200
@@ -126,6 +129,7 @@ def test_several_processes_share_the_port_and_a_killed_one_comes_back(tmp_path: 
         (["--api-key-file", "missing.yaml"], "--api-key-file: cannot read missing.yaml"),
         (["--routers", "0"], "--routers 0: not a number of processes from 1 to 64"),
         (["--port", "70000"], "--port"),
+        (["--files-dir", "/dev/null/files"], "--files-dir: cannot write /dev/null/files: Not a directory"),
         (["--host", "203.0.113.1"], "--host, --port: cannot listen on 203.0.113.1"),
     ],
 )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from router.demo import run_demo
 from router.demo_input import demo_rows
+from shared.config import Settings
+from shared.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +73,9 @@ def test_equal_seeds_give_equal_order_and_others_another() -> None:
 
 def test_rows_name_the_model_that_is_asked_for() -> None:
     assert {row["body"]["model"] for row in demo_rows(0, model="tiny")} == {"tiny"}
+
+
+async def test_folder_that_takes_no_results_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--output-dir: cannot write .*file/demo/input\.jsonl: Not a directory"):
+        await run_demo(Settings(), tmp_path / "file" / "demo", is_json=False, say=print, show=print)

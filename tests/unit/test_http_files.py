@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import random
 import threading
 from collections.abc import AsyncIterator
@@ -298,7 +300,8 @@ async def test_input_that_cannot_be_run_fails_the_batch_and_says_why(
 ) -> None:
     async with desk(tmp_path, tokenizer) as one:
         batch = await one.until(await one.start_batch(content, endpoint=endpoint), "failed")
-        assert told in batch["errors"]["data"][0]["message"]
+        message = batch["errors"]["data"][0]["message"]
+        assert (told in message, str(tmp_path) in message) == (True, False), message
         assert one.fake.requests == []
 
 
@@ -344,6 +347,70 @@ async def test_broken_and_oversized_uploads_leave_nothing(tokenizer: Tokenizer, 
         assert (await one.ask("/v1/files", body, headers={"content-type": "multipart/form-data"})).error[0] == 400
         assert (await one.ask("/v1/files", {})).error == (400, "invalid_value", "content-type")
         assert list((tmp_path / "files").iterdir()) == []
+
+
+@dataclass
+class Disk:
+    """Where small files find room, or none after their first bytes."""
+
+    is_full: bool = False
+    num_refused: int = 0
+
+    def write_text(self, path: Path, text: str) -> int:
+        with path.open("w") as file:
+            if not self.is_full:
+                return file.write(text)
+            self.num_refused += 1
+            file.write(text[:1])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    one = Disk()
+    monkeypatch.setattr(Path, "write_text", lambda path, text: one.write_text(path, text))
+    monkeypatch.setattr(batch_service, "_AGAIN_S", 0.01)
+    return one
+
+
+async def test_full_disk_is_told_by_name_and_nothing_stays_of_what_it_did_not_take(
+    tokenizer: Tokenizer, tmp_path: Path, disk: Disk
+) -> None:
+    async with desk(tmp_path, tokenizer) as one:
+        file_id = (await one.upload(b"{}")).json["id"]
+        disk.is_full = True
+        batch = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        refused = [await one.upload(b"{}"), await one.ask("/v1/batches", batch)]
+        assert [answer.error[:2] for answer in refused] == [(500, "output_failed")] * 2
+        assert [answer.json["error"]["message"] for answer in refused] == [
+            "the file cannot be stored: No space left on device",
+            "the batch cannot be stored: No space left on device",
+        ]
+        assert [path.name for path in (tmp_path / "files").iterdir()] == [file_id]
+        assert [path.name for path in (tmp_path / "batches").iterdir() if path.name != "lock"] == []
+
+
+async def test_batch_that_ends_on_a_full_disk_is_told_to_have_ended_once_there_is_room(
+    tokenizer: Tokenizer, tmp_path: Path, disk: Disk
+) -> None:
+    gate = asyncio.Event()
+    async with desk(tmp_path, tokenizer, gate=gate, busy_at=1) as one:
+        batch_id = await one.start_batch(rows(chat("a"), chat("b", temperature=9)))
+        async with asyncio.timeout(PATIENT_S):
+            await one.fake.is_busy.wait()
+            disk.is_full = True
+            gate.set()
+            while disk.num_refused < 5:
+                await asyncio.sleep(0.01)
+        disk.is_full = False
+        batch = await one.until(batch_id, "completed")
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        kept = {batch[kind] for kind in ("input_file_id", "output_file_id", "error_file_id")}
+        assert {path.name for path in (tmp_path / "files").iterdir()} == kept
+        assert len(one.fake.requests) == 1
+    # Results under way are taken away after the end is told.
+    left = {path.name for path in (tmp_path / "batches").iterdir()} - {f"{batch_id}.jsonl"}
+    assert left == {"lock", f"{batch_id}.json"}
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,23 @@ def test_without_the_directory_requests_are_still_answered_and_hints_still_work(
     run_virtual(scenario())
 
 
+def test_worker_whose_connection_is_lost_while_the_directory_is_away_is_connected_to_again() -> None:
+    async def scenario() -> None:
+        directory = _DeafDirectory(SCHEME, asyncio.get_running_loop().time)
+        async with rack(2, directory) as workers, workers.router() as router:
+            directory.is_deaf = True
+            workers.worker_to_slot[WorkerId("w1")].engine.die()
+            for member in list(router.fleet._members.values()):
+                await member.client.close()
+            await asyncio.sleep(10.0)
+            assert router.fleet.state_to_count()["ready"] == 1
+            answer, trace = await ask(router, "a", prompt(1, 320, tail=1))
+            assert (answer, trace.worker) == (fake_tokens(prompt(1, 320, tail=1), 8), "w0")
+            workers.worker_to_slot.pop(WorkerId("w1"))
+
+    run_virtual(scenario())
+
+
 def test_requests_of_an_outage_are_routed_by_the_mirror_and_counted() -> None:
     async def scenario() -> None:
         async with mirrored_rack(3, **SLOW) as workers, workers.router() as router:
