@@ -179,7 +179,8 @@ class Call:
         headers = [_JSON, *retry_headers(error)]
         if isinstance(error, Unauthorized):
             # Browsers ask their user for a password, and show it from then on: that is how the dashboard is let in.
-            headers.append((b"www-authenticate", b'Bearer realm="kvroute", Basic realm="kvroute"'))
+            # One header for each way: Chromium reads no second one behind a comma.
+            headers += [(b"www-authenticate", way + b' realm="kvroute"') for way in (b"Bearer", b"Basic")]
         if isinstance(error, (BodyTooLarge, RequestTimeout)):
             # What is left of the body is not to be waited for.
             headers.append((b"connection", b"close"))
