@@ -228,6 +228,11 @@ async def test_ranks_are_apart_from_each_other():
 async def test_a_process_that_came_in_between_is_noticed_by_its_events():
     server = await FakeVllm().start()
     engine = await start_attached(server, **QUIET)
+
+    async def look() -> None:
+        """One between both lives would find nobody there."""
+
+    engine.engine._look_at_server = look
     await engine.ask(prompt(1), 1)
     await until(lambda: engine.told == keys(prompt(1)))
     server = await server.restarted()
