@@ -23,6 +23,7 @@ from aiohttp import web
 from tests.support.batches import chat_row
 from tests.support.fake_vllm import FakeOptions, FakeVllm
 from tests.support.tokenizers import write_model_folder
+from worker.engines.profiles import LatencyProfile
 
 PATIENCE_S = 120.0
 
@@ -105,6 +106,37 @@ async def test_serve_answers_from_attached_servers_in_two_processes_until_it_is_
     assert "starting Ray" not in told
     for server in servers:
         await server.stop()
+
+
+async def test_all_processes_finish_the_streams_that_they_have_when_told_to_end(tmp_path: Path):
+    pace = LatencyProfile("slow", 0.03, 1e-6, 1e-10, 1e-6, 1e-9)
+    server = await FakeVllm(FakeOptions(profile=pace, max_num_seqs=16, num_blocks=256)).start()
+    num_begun, have_all_begun = 0, asyncio.Event()
+
+    async def read(url: str, number: int) -> str:
+        nonlocal num_begun
+        # A client of its own, so that no two share a connection: which process gets one is the system's choice.
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.completions.create(
+                model="tiny", prompt=f"question {number}", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+            )
+            reasons = []
+            async for chunk in stream:
+                if not reasons:
+                    num_begun += 1
+                    if num_begun == 16:
+                        have_all_begun.set()
+                reasons.append(chunk.choices[0].finish_reason)
+            assert set(reasons[:-1]) == {None}
+            return str(reasons[-1])
+
+    async with asyncio.timeout(PATIENCE_S), served(tmp_path, [server], "--routers", "3") as one:
+        reading = [asyncio.create_task(read(one.url, number)) for number in range(16)]
+        await have_all_begun.wait()
+        rest = await one.end(signal.SIGTERM)
+        assert (one.process.returncode, rest.splitlines()[-1]) == (0, "kvroute: stopped")
+        assert await asyncio.gather(*reading) == ["length"] * 16
+    await server.stop()
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not on PATH")
