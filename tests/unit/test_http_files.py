@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from router import batch_service
+from router import batch_service, http_files
 from router.batch import BatchLimits, PreparedBatch, prepare_batch
 from router.batch_book import BatchBook, BatchRecord
 from router.batch_service import BatchRuns, BatchService
@@ -343,6 +343,35 @@ async def test_broken_and_oversized_uploads_leave_nothing(tokenizer: Tokenizer, 
             assert (await one.ask("/v1/files", raw, method="POST", headers=headers)).error[0] == 400
         assert (await one.ask("/v1/files", body, headers={"content-type": "multipart/form-data"})).error[0] == 400
         assert (await one.ask("/v1/files", {})).error == (400, "invalid_value", "content-type")
+        assert list((tmp_path / "files").iterdir()) == []
+
+
+async def test_upload_that_trickles_is_given_up_however_steady(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_files, "_PART_TIMEOUT_S", 0.1)
+    body, headers = upload(b"")
+    parts = iter([body.removesuffix(b"\r\n--b--\r\n")])
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": next(parts, b"x"), "more_body": True}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async with desk(tmp_path, tokenizer) as one:
+        given = {**headers, "authorization": f"Bearer {KEYS['a']}"}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/files",
+            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+        }
+        async with asyncio.timeout(PATIENT_S):
+            await one.front(scope, receive, send)
+        assert [sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]] == [408, "request_timeout"]
         assert list((tmp_path / "files").iterdir()) == []
 
 
