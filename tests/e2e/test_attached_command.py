@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
@@ -153,6 +154,36 @@ async def test_call_that_the_banner_gives_works(tmp_path: Path, key: str):
         told, _ = await asyncio.wait_for(ran.communicate(), PATIENCE_S)
         assert ran.returncode == 0, told
         assert json.loads(told)["usage"]["completion_tokens"] == 5
+    await server.stop()
+
+
+async def test_top_and_explain_ask_a_server_that_needs_a_key(tmp_path: Path):
+    key, messages = "sk-the-only-one", tmp_path / "messages.json"
+    messages.write_text('[{"role": "user", "content": "What goes where, and why?"}]')
+    server = await FakeVllm().start()
+
+    async def run(*arguments: str, **variables: str) -> tuple[int | None, bytes]:
+        command = [sys.executable, "-m", "router.cli", *arguments, "--url", one.url]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env={**os.environ, **variables},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        told, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+        return process.returncode, told
+
+    async with served(tmp_path, [server], "--api-key", key) as one:
+        worker = f"127.0.0.1:{server.port}"
+        code, told = await run("top", "--once", KVROUTE_API_KEY=key)
+        assert (code, f"{worker}  ready".encode() in told) == (0, True), told
+        code, told = await run("explain", "--messages", str(messages), "--json", KVROUTE_API_KEY=key)
+        assert (code, json.loads(told)["worker"]) == (0, worker)
+        messages.write_text(json.dumps([{"role": "user", "content": "x" * 2000}]))
+        code, told = await run("explain", "--messages", str(messages), KVROUTE_API_KEY=key)
+        assert (code, b"no worker's context is longer than 1024 tokens" in told) == (1, True), told
+        code, told = await run("top", "--once", KVROUTE_API_KEY="sk-another-one")
+        assert (code, b"401: Incorrect API key provided." in told, b"Traceback" in told) == (1, True, False), told
     await server.stop()
 
 

@@ -118,6 +118,25 @@ async def test_decision_opens_by_keyboard_and_stays_open_while_others_come() -> 
         assert seen.complaints == []
 
 
+async def test_tab_key_alone_leads_to_everything_that_can_be_used() -> None:
+    async with rig(2, rate_per_s=5.0) as running, opened(running.url, width=1280) as (page, _):
+        walked: list[str] = []
+        name = "() => { const one = document.activeElement; return one.id || one.className || one.tagName; }"
+        for _ in range(60):
+            await page.keyboard.press("Tab")
+            walked.append(await page.evaluate(name))
+            if walked[-1] == "hold":
+                await page.keyboard.press("Enter")
+            if walked[-1] == "SUMMARY":
+                break
+        assert walked[0] == "skip"
+        assert [one for one in walked if one != "skip"] == ["theme", "groups-scroll", "hold", "SUMMARY"]
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#decisions details[open] .detail")
+        await page.keyboard.press("Tab")
+        assert "Costs of request" in str(await page.evaluate("document.activeElement.getAttribute('aria-label')"))
+
+
 async def test_page_of_two_routers_shows_each_and_all_else_of_both() -> None:
     async with (
         rig(3, num_routers=2, rate_per_s=8.0) as running,
