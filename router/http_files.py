@@ -68,6 +68,7 @@ class FilesApi:
         return None
 
     async def _upload(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        call.check_own_page()
         await asyncio.to_thread(self._files.check_room, caller.tenant)
         path = self._files.new_path()
         try:

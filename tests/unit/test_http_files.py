@@ -346,6 +346,19 @@ async def test_broken_and_oversized_uploads_leave_nothing(tokenizer: Tokenizer, 
         assert list((tmp_path / "files").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)]
+)
+async def test_upload_that_a_page_of_another_site_has_a_browser_send_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path, site: str, status: int
+) -> None:
+    async with desk(tmp_path, tokenizer) as one:
+        body, headers = upload(b"{}")
+        answered = await one.ask("/v1/files", body, headers={**headers, "sec-fetch-site": site})
+        assert answered.status == status
+        assert len((await one.ask("/v1/files")).json["data"]) == (status == 200)
+
+
 async def test_upload_that_trickles_is_given_up_however_steady(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
