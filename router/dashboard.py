@@ -134,6 +134,7 @@ class _Dashboard:
             return Response(status_code=404, headers=_SECURITY)
         call = Call(request.scope, request.receive, _send_nothing, own_id="")
         try:
+            call.check_json()
             body = await call.body(_LIMITS)
             told = await self._explain(body, request.scope.get(CALLER, ANYBODY))
             return JSONResponse(dict(told), headers=_uncached())

@@ -17,6 +17,7 @@ from router.failures import RETRY_S, error_body, retry_headers, status_of
 from router.keys import Caller
 from shared.errors import (
     BodyTooLarge,
+    Forbidden,
     InvalidRequest,
     KvrouteError,
     Overloaded,
@@ -148,12 +149,26 @@ class Call:
                     num_reads += 1
         raise BodyTooLarge(f"the request's body is over the limit of {limits.max_body_bytes} bytes")
 
-    async def json(self, limits: Limits) -> Any:
-        """The body as JSON. Raises what `body` does, and `InvalidRequest`."""
+    def check_json(self) -> None:
+        """Raise `InvalidRequest` where the body is not said to be JSON.
+
+        Also keeps foreign pages in a browser from asking, since they may only send other types unasked.
+        """
         kind = self.headers.get(b"content-type", b"")
         if kind.partition(b";")[0].strip().lower() != b"application/json":
-            # Also keeps foreign pages in a browser from asking, since they may only send other types unasked.
             raise InvalidRequest("the header 'Content-Type' must be 'application/json'", param="content-type")
+
+    def check_own_page(self) -> None:
+        """Raise `Forbidden` where a page of somebody else has a browser send this, with its user's password perhaps.
+
+        For what browsers send unasked, as forms are. Callers that are no browsers say nothing of pages.
+        """
+        if self.headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+            raise Forbidden("This is not taken from pages of other sites.")
+
+    async def json(self, limits: Limits) -> Any:
+        """The body as JSON. Raises what `body` does, and `InvalidRequest`."""
+        self.check_json()
         raw = await self.body(limits)
         try:
             return orjson.loads(raw)
@@ -198,7 +213,8 @@ class Call:
         headers = [_JSON, *retry_headers(error)]
         if isinstance(error, Unauthorized):
             # Browsers ask their user for a password, and show it from then on: that is how the dashboard is let in.
-            headers.append((b"www-authenticate", b'Bearer realm="kvroute", Basic realm="kvroute"'))
+            # One header for each way: Chromium reads no second one behind a comma.
+            headers += [(b"www-authenticate", way + b' realm="kvroute"') for way in (b"Bearer", b"Basic")]
         if isinstance(error, (BodyTooLarge, RequestTimeout)):
             # What is left of the body is not to be waited for.
             headers.append((b"connection", b"close"))

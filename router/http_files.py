@@ -30,7 +30,9 @@ _CHUNK_BYTES = 1 << 20
 _MAX_PAGE, _PAGE = 10_000, 100
 _MAX_METADATA = 16
 _PART_TIMEOUT_S = 30.0
-"""How long an upload may stand still."""
+"""How long an upload may stand still, and how much longer it may take than at the least rate."""
+_LEAST_BYTES_PER_S = 8 << 10
+"""How fast an upload must come in all in all, so that nobody keeps one open by a byte now and then."""
 
 Handler = Callable[[Call, Caller, Allowance], Awaitable[None]]
 _Result = TypeVar("_Result")
@@ -67,6 +69,7 @@ class FilesApi:
         return None
 
     async def _upload(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        call.check_own_page()
         await asyncio.to_thread(self._files.check_room, caller.tenant)
         path = self._files.new_path()
         try:
@@ -93,13 +96,19 @@ class FilesApi:
         upload = _Upload()
         parser = MultipartParser(boundary, upload.callbacks())
         num_bytes, has_more = 0, True
+        clock = asyncio.get_running_loop().time
+        began_at_s = clock()
         with path.open("wb") as file:
             while has_more:
+                late_at_s = _PART_TIMEOUT_S + min(clock(), began_at_s + num_bytes / _LEAST_BYTES_PER_S)
                 try:
-                    async with asyncio.timeout(_PART_TIMEOUT_S):
+                    async with asyncio.timeout_at(late_at_s):
                         part, has_more = await call.next_part()
                 except TimeoutError:
-                    raise RequestTimeout(f"the upload stood still for {_PART_TIMEOUT_S:g} s") from None
+                    raise RequestTimeout(
+                        f"the upload stood still for {_PART_TIMEOUT_S:g} s, or brought less than "
+                        f"{_LEAST_BYTES_PER_S} bytes a second"
+                    ) from None
                 num_bytes += len(part)
                 if num_bytes > self._max_file_bytes + _MAX_OTHER_BYTES:
                     raise BodyTooLarge(f"the file is over the limit of {self._max_file_bytes} bytes")

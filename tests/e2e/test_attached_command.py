@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
@@ -23,6 +24,7 @@ from aiohttp import web
 from tests.support.batches import chat_row
 from tests.support.fake_vllm import FakeOptions, FakeVllm
 from tests.support.tokenizers import write_model_folder
+from worker.engines.profiles import LatencyProfile
 
 PATIENCE_S = 120.0
 
@@ -107,6 +109,37 @@ async def test_serve_answers_from_attached_servers_in_two_processes_until_it_is_
         await server.stop()
 
 
+async def test_all_processes_finish_the_streams_that_they_have_when_told_to_end(tmp_path: Path):
+    pace = LatencyProfile("slow", 0.03, 1e-6, 1e-10, 1e-6, 1e-9)
+    server = await FakeVllm(FakeOptions(profile=pace, max_num_seqs=16, num_blocks=256)).start()
+    num_begun, have_all_begun = 0, asyncio.Event()
+
+    async def read(url: str, number: int) -> str:
+        nonlocal num_begun
+        # A client of its own, so that no two share a connection: which process gets one is the system's choice.
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.completions.create(
+                model="tiny", prompt=f"question {number}", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+            )
+            reasons = []
+            async for chunk in stream:
+                if not reasons:
+                    num_begun += 1
+                    if num_begun == 16:
+                        have_all_begun.set()
+                reasons.append(chunk.choices[0].finish_reason)
+            assert set(reasons[:-1]) == {None}
+            return str(reasons[-1])
+
+    async with asyncio.timeout(PATIENCE_S), served(tmp_path, [server], "--routers", "3") as one:
+        reading = [asyncio.create_task(read(one.url, number)) for number in range(16)]
+        await have_all_begun.wait()
+        rest = await one.end(signal.SIGTERM)
+        assert (one.process.returncode, rest.splitlines()[-1]) == (0, "kvroute: stopped")
+        assert await asyncio.gather(*reading) == ["length"] * 16
+    await server.stop()
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not on PATH")
 @pytest.mark.parametrize("key", ["", "sk-the-only-one"])
 async def test_call_that_the_banner_gives_works(tmp_path: Path, key: str):
@@ -121,6 +154,36 @@ async def test_call_that_the_banner_gives_works(tmp_path: Path, key: str):
         told, _ = await asyncio.wait_for(ran.communicate(), PATIENCE_S)
         assert ran.returncode == 0, told
         assert json.loads(told)["usage"]["completion_tokens"] == 5
+    await server.stop()
+
+
+async def test_top_and_explain_ask_a_server_that_needs_a_key(tmp_path: Path):
+    key, messages = "sk-the-only-one", tmp_path / "messages.json"
+    messages.write_text('[{"role": "user", "content": "What goes where, and why?"}]')
+    server = await FakeVllm().start()
+
+    async def run(*arguments: str, **variables: str) -> tuple[int | None, bytes]:
+        command = [sys.executable, "-m", "router.cli", *arguments, "--url", one.url]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env={**os.environ, **variables},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        told, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+        return process.returncode, told
+
+    async with served(tmp_path, [server], "--api-key", key) as one:
+        worker = f"127.0.0.1:{server.port}"
+        code, told = await run("top", "--once", KVROUTE_API_KEY=key)
+        assert (code, f"{worker}  ready".encode() in told) == (0, True), told
+        code, told = await run("explain", "--messages", str(messages), "--json", KVROUTE_API_KEY=key)
+        assert (code, json.loads(told)["worker"]) == (0, worker)
+        messages.write_text(json.dumps([{"role": "user", "content": "x" * 2000}]))
+        code, told = await run("explain", "--messages", str(messages), KVROUTE_API_KEY=key)
+        assert (code, b"no worker's context is longer than 1024 tokens" in told) == (1, True), told
+        code, told = await run("top", "--once", KVROUTE_API_KEY="sk-another-one")
+        assert (code, b"401: Incorrect API key provided." in told, b"Traceback" in told) == (1, True, False), told
     await server.stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator
@@ -11,7 +12,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.dashboard_rig import Rig, rig
+from router.http_server import listen, serving_http
+from router.keys import KeyEntry, KeyRing
+from router.tokenizer import Tokenizer
+from tests.support.dashboard_rig import rig
+from tests.support.fake_generate import FakeGenerate
+from tests.support.http_front import echo, make_front
+from tests.support.tokenizers import write_model_folder
 
 pytest.importorskip("playwright", reason="needs playwright")
 playwright = pytest.importorskip("playwright.async_api")
@@ -37,18 +44,24 @@ class Seen:
 
 
 @contextlib.asynccontextmanager
-async def opened(running: Rig, *, width: int, scheme: str = "light") -> AsyncIterator[tuple[playwright.Page, Seen]]:
-    """The dashboard in a window of its own, once it shows decisions."""
+async def opened(
+    url: str, *, width: int, scheme: str = "light", key: str | None = None
+) -> AsyncIterator[tuple[playwright.Page, Seen]]:
+    """The dashboard in a window of its own, once it shows decisions; its user knows `key` when asked for one."""
     seen = Seen()
     async with playwright.async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = await browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page = await browser.new_page(
+            viewport={"width": width, "height": 900},
+            color_scheme=scheme,
+            http_credentials=None if key is None else {"username": "", "password": key},
+        )
         page.set_default_timeout(DEADLINE_MS)
         page.on("request", lambda request: seen.hosts.add(urlsplit(request.url).netloc))
         page.on("pageerror", lambda error: seen.complaints.append(str(error)))
         page.on("console", lambda message: seen.complaints.append(message.text))
         try:
-            await page.goto(running.url)
+            await page.goto(url)
             await page.wait_for_selector("#decisions details")
             yield page, seen
         finally:
@@ -67,7 +80,7 @@ async def _wait_for_ready(page: playwright.Page, num_workers: int) -> None:
 
 
 async def test_page_is_live_and_asks_nobody_else() -> None:
-    async with rig(3, rate_per_s=5.0) as running, opened(running, width=1280) as (page, seen):
+    async with rig(3, rate_per_s=5.0) as running, opened(running.url, width=1280) as (page, seen):
         before = await _num_ended(page)
         await page.wait_for_function(
             "before => parseInt(document.querySelector('#tiles .more').textContent.replace(',', '')) > before",
@@ -84,7 +97,7 @@ async def test_page_is_live_and_asks_nobody_else() -> None:
 
 
 async def test_decision_opens_by_keyboard_and_stays_open_while_others_come() -> None:
-    async with rig(3, rate_per_s=5.0) as running, opened(running, width=1280) as (page, seen):
+    async with rig(3, rate_per_s=5.0) as running, opened(running.url, width=1280) as (page, seen):
         key = await page.get_attribute("#decisions details", "data-key")
         decision = f"#decisions details[data-key='{key}']"
         await page.focus(f"{decision} summary")
@@ -105,10 +118,29 @@ async def test_decision_opens_by_keyboard_and_stays_open_while_others_come() -> 
         assert seen.complaints == []
 
 
+async def test_tab_key_alone_leads_to_everything_that_can_be_used() -> None:
+    async with rig(2, rate_per_s=5.0) as running, opened(running.url, width=1280) as (page, _):
+        walked: list[str] = []
+        name = "() => { const one = document.activeElement; return one.id || one.className || one.tagName; }"
+        for _ in range(60):
+            await page.keyboard.press("Tab")
+            walked.append(await page.evaluate(name))
+            if walked[-1] == "hold":
+                await page.keyboard.press("Enter")
+            if walked[-1] == "SUMMARY":
+                break
+        assert walked[0] == "skip"
+        assert [one for one in walked if one != "skip"] == ["theme", "groups-scroll", "hold", "SUMMARY"]
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#decisions details[open] .detail")
+        await page.keyboard.press("Tab")
+        assert "Costs of request" in str(await page.evaluate("document.activeElement.getAttribute('aria-label')"))
+
+
 async def test_page_of_two_routers_shows_each_and_all_else_of_both() -> None:
     async with (
         rig(3, num_routers=2, rate_per_s=8.0) as running,
-        opened(running, width=1280, scheme="dark") as (page, seen),
+        opened(running.url, width=1280, scheme="dark") as (page, seen),
     ):
         await page.wait_for_function(
             "() => new Set([...document.querySelectorAll('#decisions details')]"
@@ -133,7 +165,7 @@ async def test_page_of_two_routers_shows_each_and_all_else_of_both() -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_narrow_page_does_not_scroll_sideways(scheme: str) -> None:
-    async with rig(3, rate_per_s=5.0) as running, opened(running, width=360, scheme=scheme) as (page, seen):
+    async with rig(3, rate_per_s=5.0) as running, opened(running.url, width=360, scheme=scheme) as (page, seen):
         await page.wait_for_selector("#plot-cache svg.main-svg")
         await page.click("#decisions summary")
         assert await page.evaluate("document.documentElement.scrollWidth") == 360
@@ -148,8 +180,73 @@ async def test_narrow_page_does_not_scroll_sideways(scheme: str) -> None:
 
 
 async def test_page_says_when_its_stream_has_stopped() -> None:
-    async with rig(2, rate_per_s=5.0) as running, opened(running, width=1280) as (page, _):
+    async with rig(2, rate_per_s=5.0) as running, opened(running.url, width=1280) as (page, _):
         assert await page.inner_text("#live-text") == "Live"
         running.stop_server()
         await page.wait_for_selector("#live[data-state='stale']")
         assert (await page.inner_text("#live-text")).startswith("Stale for ")
+
+
+async def test_page_shows_warnings_hot_prefixes_and_jobs_as_they_are() -> None:
+    async with rig(2, rate_per_s=5.0) as running:
+        await running.start_worker("mute", tells_blocks=False)
+        async with opened(running.url, width=1280) as (page, seen):
+            await page.wait_for_selector("#flags .flag >> text=hints only")
+            assert (await page.inner_text("#flags .flag")).endswith("counts as held: mute.")
+            await page.wait_for_selector("#workers .badge >> text=hints only")
+            assert await page.locator("#workers tbody tr", has_text="hints only").count() == 1
+            head = [await cell.inner_text() for cell in await page.locator("#groups thead th.col").all()]
+            assert sorted(head) == ["mute", "w0", "w1"]
+            # What a worker holds that tells nothing is not known; of the others each cell is a share or a dot.
+            await page.wait_for_function(
+                "place => { const rows = [...document.querySelectorAll('#groups tbody tr')];"
+                " const told = rows.map(row => [...row.querySelectorAll('td b')].map(cell => cell.textContent));"
+                " return rows.length > 1 && told.every(cells => cells[place] === '?')"
+                " && told.some(cells => cells.includes('100 %')); }",
+                arg=head.index("mute"),
+            )
+            jobs = page.locator("#jobs .job")
+            assert [await jobs.nth(place).locator(".name").inner_text() for place in (0, 1)] == [
+                "in progress",
+                "completed",
+            ]
+            progress = jobs.nth(1).locator("progress")
+            assert [await progress.get_attribute(name) for name in ("value", "max")] == ["512", "512"]
+            before = await jobs.nth(0).inner_text()
+            await page.wait_for_function(
+                "before => document.querySelector('#jobs .job').innerText !== before", arg=before
+            )
+            assert seen.complaints == []
+
+
+async def test_page_behind_a_key_is_live_and_comes_back_with_its_server(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_model_folder(tmp_path))
+    entries = [KeyEntry(name="ops", key="sk-of-who-watches", admin=True), KeyEntry(name="chat", key="sk-of-a-user")]
+    async with rig(2, rate_per_s=5.0) as running, contextlib.AsyncExitStack() as servers:
+        # Open all the while, so that nobody else gets the port between two servers.
+        listener = servers.enter_context(contextlib.closing(listen("127.0.0.1", 0)))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/dashboard"
+
+        async def serve(server: contextlib.AsyncExitStack) -> None:
+            keys = KeyRing(entries, asyncio.get_running_loop().time)
+            front = make_front(FakeGenerate(echo(tokenizer)), tokenizer, keys=keys, mounts={"dashboard": running.app})
+            await server.enter_async_context(serving_http(front, [listener.dup()], front.limits))
+
+        server = await servers.enter_async_context(contextlib.AsyncExitStack())
+        await serve(server)
+        async with opened(url, width=1280, key="sk-of-who-watches") as (page, seen):
+            assert page.context.browser is not None
+            stranger = await page.context.browser.new_page(
+                http_credentials={"username": "", "password": "sk-of-a-user"}
+            )
+            refused = await stranger.goto(url)
+            assert refused is not None
+            assert refused.status == 403
+            await page.wait_for_selector("#live[data-state='live']")
+            before = await _num_ended(page)
+            assert (seen.complaints, seen.hosts) == ([], {urlsplit(url).netloc})
+            await server.aclose()
+            await page.wait_for_selector("#live[data-state='stale']")
+            await serve(server)
+            await page.wait_for_selector("#live[data-state='live']")
+            assert await _num_ended(page) > before

@@ -42,6 +42,11 @@ async def test_workers_come_and_go_under_a_router_that_loses_nothing(
         code, told = await deployment.run("scale", "999")
         assert (code, "too many workers: 999 workers need 1 CPU each" in told) == (2, True), told
 
+        code, told = await deployment.run("scale", "0")
+        assert (code, "scale 0: not a number of workers from 1 to 4096" in told) == (2, True), told
+        code, told = await deployment.run("drain", "w0")
+        assert (code, "without w0 no worker is left that takes requests" in told) == (2, True), told
+
         code, told = await deployment.run("scale", "2")
         assert (code, "2 workers serve tiny: w0, w1" in told) == (0, True), told
         await until(lambda: is_asked(asked, "w1", 0))

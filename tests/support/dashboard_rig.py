@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import uvicorn
 
@@ -67,13 +68,15 @@ class Rig:
     store: MemoryStore
     worker_to_slot: dict[WorkerId, _Slot] = field(default_factory=dict)
     routers: list[Router] = field(default_factory=list)
+    app: Any = None
+    """The dashboard alone, for those who mount it elsewhere."""
     url: str = ""
     server: uvicorn.Server | None = None
     num_started: int = 0
     num_requests: int = 0
     began_at: float = field(default_factory=time.time)
 
-    async def start_worker(self, name: str) -> None:
+    async def start_worker(self, name: str, *, tells_blocks: bool = True) -> None:
         """Start a worker, or another life of it."""
         self.num_started += 1
         worker, instance = WorkerId(name), Instance(f"{self.num_started:032x}")
@@ -103,6 +106,7 @@ class Rig:
             max_model_len_tokens=info.max_model_len_tokens,
             engine=info.name,
             eviction=info.eviction,
+            tells_blocks=tells_blocks,
         )
         publisher = Publisher(self.store, record, rng=random.Random(self.num_started), lease_s=1.0, heartbeat_s=0.2)
         await publisher.start()
@@ -211,7 +215,7 @@ async def rig(
             shares = [await own_share(viewpoint, with_history=with_history) for viewpoint in viewpoints]
             return joined(shares, built.routers[0].watch.rates)
 
-        app = dashboard_app(take)
+        built.app = app = dashboard_app(take)
         listening = socket.create_server(("127.0.0.1", port))
         server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         serving = asyncio.create_task(server.serve([listening]))

@@ -138,8 +138,11 @@ class Asking:
         async with asyncio.timeout(PATIENT_S):
             await self.task
         start, *parts = self.sent
-        headers = {name.decode(): value.decode() for name, value in start["headers"]}
-        assert len(headers) == len(start["headers"]), "a header is there twice"
+        headers: dict[str, str] = {}
+        for name, value in start["headers"]:
+            assert name.decode() not in headers or name == b"www-authenticate", f"the header {name} is there twice"
+            before = headers.get(name.decode())
+            headers[name.decode()] = value.decode() if before is None else f"{before}\n{value.decode()}"
         return Answered(start["status"], headers, b"".join(part["body"] for part in parts))
 
 

@@ -1,4 +1,4 @@
-"""After every test: nothing of a request may be left, in routers, in workers' hosts or in engines.
+"""After every test: nothing of a request may be left, in fronts, in routers, in workers' hosts or in engines.
 
 What counts is what any test builds, directly or through a fixture, however long the fixture lives: objects are met as
 they are made.
@@ -17,9 +17,12 @@ import pytest
 from router.admission import Admission
 from router.bookings import Claims
 from router.hints import Hints
+from router.http import Front
+from router.keys import Allowance
 from router.service import Router
 from router.shares import Shares
 from tests.support.fakes import FakeEngine
+from worker.engines.attached import AttachedEngine
 from worker.engines.simulator import SimulatorEngine
 from worker.requests import EngineRequests
 
@@ -50,8 +53,12 @@ def _requests(requests: EngineRequests) -> int:
     return requests.num_live
 
 
-def _engine_requests(engine: FakeEngine | SimulatorEngine) -> int:
+def _engine_requests(engine: AttachedEngine | FakeEngine | SimulatorEngine) -> int:
     return len(engine._live)
+
+
+def _under_way(one: Front | Allowance) -> int:
+    return one.num_under_way
 
 
 _COUNTS: dict[type, Callable[[Any], int]] = {
@@ -59,14 +66,19 @@ _COUNTS: dict[type, Callable[[Any], int]] = {
     Shares: _lanes,
     Claims: _bookings,
     Hints: _promises,
+    Front: _under_way,
+    Allowance: _under_way,
     EngineRequests: _requests,
+    AttachedEngine: _engine_requests,
     FakeEngine: _engine_requests,
     SimulatorEngine: _engine_requests,
 }
+_OF_ROUTERS = (Admission, Shares, Claims, Hints)
+"""What tests of these alone may leave as they please: it is ended by a router."""
 
 
 class LeakCheck:
-    """A plugin of pytest: fails a test that used a router and left something behind."""
+    """A plugin of pytest: fails a test that left something behind."""
 
     def __init__(self) -> None:
         self._met: weakref.WeakSet[object] = weakref.WeakSet()
@@ -100,10 +112,13 @@ class LeakCheck:
                 found[type(one)].append(count)
         self._met.difference_update([one for one in self._met if found.get(type(one))])
         self._of_test.clear()
-        if not self._has_router:
-            return
-        told = [f"{kind.__name__}: {count} left" for kind, counts in found.items() for count in counts]
-        told += [f"task {task} left" for task in self._tasks]
+        told = [
+            f"{kind.__name__}: {count} left"
+            for kind, counts in found.items()
+            for count in counts
+            if self._has_router or kind not in _OF_ROUTERS
+        ]
+        told += [f"task {task} left" for task in self._tasks if self._has_router]
         if told:
             pytest.fail(f"the test leaves something behind: {'; '.join(told)}", pytrace=False)
 

@@ -1,9 +1,10 @@
-"""Clients that leave before, at and after the first token: what is left of their requests, in virtual time."""
+"""Clients and routers that leave at any time: what is left of their requests, in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Callable
 
 import pytest
@@ -12,9 +13,14 @@ from router.http import Backend, Front
 from router.keys import KeyRing
 from router.service import Router
 from router.tokenizer import Tokenizer
+from shared.hashing import pack_tokens
+from shared.transport.base import Channel
+from shared.transport.client import ChannelClient
+from shared.types import RequestId, RouterId, Sampling
 from shared.vtime import run_virtual
+from tests.support.fakes import fake_tokens
 from tests.support.http_front import MODEL, Asking
-from tests.support.rack import Rack, assert_no_leftovers, rack
+from tests.support.rack import SECRET, Rack, ask, assert_no_leftovers, prompt, rack
 from tests.support.tokenizers import write_model_folder
 
 SLOW = {"token_s": 0.1, "prefill_s_per_token": 0.5}
@@ -61,5 +67,41 @@ def test_everything_is_free_within_a_second_after_a_client_has_left(
             assert asking.task.done()
             assert (front.num_under_way, _num_live(workers), router.fleet.num_bookings) == (0, 0, 0)
             assert_no_leftovers(router)
+
+    run_virtual(scenario())
+
+
+def test_requests_of_a_router_that_vanishes_are_free_five_seconds_later_and_no_others() -> None:
+    async def scenario() -> None:
+        async with rack(1, **SLOW) as workers, workers.router() as router:
+            (slot,) = workers.worker_to_slot.values()
+            is_there = True
+
+            async def open_channel() -> Channel:
+                if not is_there:
+                    raise ConnectionRefusedError("it has vanished")
+                return await slot.host.open_local()
+
+            client = ChannelClient(
+                slot.info.worker, slot.info.instance, RouterId("doomed"), SECRET, open_channel, rng=random.Random(0)
+            )
+            await client.connect()
+            doomed = [client.submit(RequestId(f"d{n}"), 1, pack_tokens([n]), Sampling(1 << 20)) for n in range(5)]
+            for stream in doomed:
+                await anext(stream)
+            asked = asyncio.create_task(ask(router, "mine", prompt(1, 16, 0), max_tokens=200))
+            while _num_live(workers) < 6:
+                await asyncio.sleep(0.01)
+            is_there = False
+            assert client._channel is not None
+            client._channel.close()
+            cut_at_s = asyncio.get_running_loop().time()
+            while _num_live(workers) > 1:
+                await asyncio.sleep(0.01)
+            assert asyncio.get_running_loop().time() - cut_at_s == pytest.approx(5.0, abs=0.1)
+            assert slot.engine.num_cancelled == 5
+            answer, trace = await asked
+            assert (answer, trace.failed_workers) == (fake_tokens(prompt(1, 16, 0), 200), [])
+            await client.close()
 
     run_virtual(scenario())

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from router import batch_service
+from router import batch_service, http_files
 from router.batch import BatchLimits, PreparedBatch, prepare_batch
 from router.batch_book import BatchBook, BatchRecord
 from router.batch_service import BatchRuns, BatchService
@@ -411,6 +411,48 @@ async def test_batch_that_ends_on_a_full_disk_is_told_to_have_ended_once_there_i
     # Results under way are taken away after the end is told.
     left = {path.name for path in (tmp_path / "batches").iterdir()} - {f"{batch_id}.jsonl"}
     assert left == {"lock", f"{batch_id}.json"}
+
+
+@pytest.mark.parametrize(
+    ("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)]
+)
+async def test_upload_that_a_page_of_another_site_has_a_browser_send_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path, site: str, status: int
+) -> None:
+    async with desk(tmp_path, tokenizer) as one:
+        body, headers = upload(b"{}")
+        answered = await one.ask("/v1/files", body, headers={**headers, "sec-fetch-site": site})
+        assert answered.status == status
+        assert len((await one.ask("/v1/files")).json["data"]) == (status == 200)
+
+
+async def test_upload_that_trickles_is_given_up_however_steady(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_files, "_PART_TIMEOUT_S", 0.1)
+    body, headers = upload(b"")
+    parts = iter([body.removesuffix(b"\r\n--b--\r\n")])
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": next(parts, b"x"), "more_body": True}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async with desk(tmp_path, tokenizer) as one:
+        given = {**headers, "authorization": f"Bearer {KEYS['a']}"}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/files",
+            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+        }
+        async with asyncio.timeout(PATIENT_S):
+            await one.front(scope, receive, send)
+        assert [sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]] == [408, "request_timeout"]
+        assert list((tmp_path / "files").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,9 @@ class Front:
         self.num_taken = 0
         self.overview = overview
         self.client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(dashboard_app(self.take, **options)), base_url="http://test"
+            transport=httpx.ASGITransport(dashboard_app(self.take, **options)),
+            base_url="http://test",
+            headers={"content-type": "application/json"},
         )
 
     async def take(self, with_history: bool) -> Overview:
@@ -343,6 +345,10 @@ async def test_prompt_is_explained_and_a_bad_one_refused(overview: Overview) -> 
             await client.post("/dashboard/explain", content=content)
             for content in (b"{}", b'{"prompt": "no worker"}', b" " * ((4 << 20) + 1))
         ]
+        # What a page of another site can have a browser send.
+        as_text = {"content-type": "text/plain"}
+        form = await client.post("/dashboard/explain", content=b'{"prompt": "a"}', headers=as_text)
+        assert (form.status_code, form.json()["error"]["param"]) == (400, "content-type")
     told = [(one.status_code, one.json()["error"]["code"], one.headers["x-should-retry"]) for one in refused]
     assert told == [
         (400, "invalid_value", "false"),
