@@ -19,7 +19,19 @@ from importlib import resources
 from router.answers import Answer, Generate, all_wholes, answers_to, merged, usage_of
 from router.chunks import DONE, Chunks
 from router.fields import brief_name
-from router.http_call import App, Call, ClientGone, Header, Limits, Receive, Scope, Send, WhileConnected, log_failure
+from router.http_call import (
+    App,
+    Call,
+    ClientGone,
+    Header,
+    Limits,
+    Receive,
+    Scope,
+    Send,
+    WhileConnected,
+    counted,
+    log_failure,
+)
 from router.http_files import FilesApi
 from router.keys import ANYBODY, UNLIMITED, Allowance, Caller, KeyRing
 from router.openai import Endpoint, ParsedRequest, completion_body, parse_request
@@ -227,11 +239,7 @@ class Front:
         """Chat and completions."""
         if self.is_draining:
             raise NoWorker("this server is shutting down", retry_after_s=_DRAINING_RETRY_S)
-        try:
-            allowance.take()
-        finally:
-            call.extra_headers += allowance.headers()
-        try:
+        with counted(call, allowance):
             parsed = parse_request(
                 endpoint,
                 await call.json(self.limits),
@@ -241,8 +249,6 @@ class Front:
             )
             async with WhileConnected(call):
                 await self._answer(call, caller, parsed)
-        finally:
-            allowance.give_back()
 
     async def _answer(self, call: Call, caller: Caller, parsed: ParsedRequest) -> None:
         accepted_at_s = asyncio.get_running_loop().time()

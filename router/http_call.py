@@ -7,14 +7,14 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import orjson
 
 from router.failures import RETRY_S, error_body, retry_headers, status_of
-from router.keys import Caller
+from router.keys import Allowance, Caller
 from shared.errors import (
     BodyTooLarge,
     Forbidden,
@@ -219,6 +219,22 @@ class Call:
             # What is left of the body is not to be waited for.
             headers.append((b"connection", b"close"))
         await self.respond(status, _encoded(error_body(error)), headers)
+
+
+@contextlib.contextmanager
+def counted(call: Call, allowance: Allowance) -> Iterator[None]:
+    """Count a request against what its key may do, and have its answer tell what is left.
+
+    Raises `Overloaded`, with the time to come back.
+    """
+    try:
+        allowance.take()
+    finally:
+        call.extra_headers += allowance.headers()
+    try:
+        yield
+    finally:
+        allowance.give_back()
 
 
 class WhileConnected:

@@ -17,7 +17,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from router import fields
 from router.batch_book import BatchBook
-from router.http_call import Call, Limits
+from router.http_call import Call, Limits, counted
 from router.keys import Allowance, Caller
 from router.openai import Endpoint
 from router.stored_files import FileStore
@@ -69,7 +69,12 @@ class FilesApi:
         return None
 
     async def _upload(self, call: Call, caller: Caller, allowance: Allowance) -> None:
+        """Take a file. It counts as a request of its key, since it takes as much of the server as any."""
         call.check_own_page()
+        with counted(call, allowance):
+            await self._keep_upload(call, caller)
+
+    async def _keep_upload(self, call: Call, caller: Caller) -> None:
         await asyncio.to_thread(self._files.check_room, caller.tenant)
         path = self._files.new_path()
         try:

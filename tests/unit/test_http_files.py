@@ -102,10 +102,17 @@ class Desk:
 
 @contextlib.asynccontextmanager
 async def desk(
-    folder: Path, tokenizer: Tokenizer, *, tenants: str = "ab", max_file_bytes: int = 1 << 20, **fake: Any
+    folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    tenants: str = "ab",
+    max_file_bytes: int = 1 << 20,
+    requests_per_minute: int | None = None,
+    **fake: Any,
 ) -> AsyncIterator[Desk]:
     files, book = FileStore(folder / "files"), BatchBook(folder / "batches")
-    keys = KeyRing([KeyEntry(name=name, key=KEYS[name]) for name in tenants], asyncio.get_running_loop().time)
+    entries = [KeyEntry(name=name, key=KEYS[name], requests_per_minute=requests_per_minute) for name in tenants]
+    keys = KeyRing(entries, asyncio.get_running_loop().time)
     generate = FakeGenerate(echo(tokenizer), **fake)
     runs = BatchRuns(
         generate=generate,
@@ -158,6 +165,18 @@ async def test_file_is_kept_listed_given_back_and_deleted(tokenizer: Tokenizer, 
         assert (await one.ask(f"/v1/files/{file_id}", method="DELETE")).json["deleted"] is True
         for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content"):
             assert (await one.ask(path)).error == (404, "not_found", "id")
+
+
+async def test_uploads_count_for_the_rate_of_their_key_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with desk(tmp_path, tokenizer, requests_per_minute=2) as one:
+        told = [await one.upload(b"{}") for _ in range(3)]
+        assert [answered.status for answered in told] == [200, 200, 429]
+        assert told[1].headers["x-ratelimit-remaining-requests"] == "0"
+        assert told[2].error == (429, "rate_limit_exceeded", None)
+        assert int(told[2].headers["retry-after-ms"]) > 0
+        assert (await one.ask("/v1/chat/completions", chat("later"))).status == 429
+        assert (await one.upload(b"{}", key="b")).status == 200
+        assert len((await one.ask("/v1/files")).json["data"]) == 2
 
 
 async def test_tenants_see_nothing_of_each_other(tokenizer: Tokenizer, tmp_path: Path) -> None:

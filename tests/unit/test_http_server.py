@@ -7,13 +7,13 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from router.dashboard import dashboard_app
 from router.http_call import Limits
-from router.http_server import is_loopback, listen
+from router.http_server import _JoinedWrites, is_loopback, listen
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Tokenizer
 from shared.errors import ConfigError
@@ -271,6 +271,43 @@ async def test_end_of_the_server_tells_those_who_still_read(tokenizer: Tokenizer
         rest = await reader.read()
     assert b'"code":"service_unavailable"' in rest
     assert fake.num_live == 0
+
+
+class _Transport:
+    """Notes what is written, and when it is closed."""
+
+    def __init__(self) -> None:
+        self.told: list[bytes | None] = []
+
+    def write(self, data: bytes) -> None:
+        self.told.append(data)
+
+    def close(self) -> None:
+        self.told.append(None)
+
+
+async def test_what_is_written_in_one_turn_goes_out_at_once_and_before_the_end() -> None:
+    told = (transport := _Transport()).told
+    joined = _JoinedWrites(cast(asyncio.Transport, transport), asyncio.get_running_loop())
+    joined.write(b"head ")
+    joined.write(b"body")
+    assert told == []
+    await asyncio.sleep(0)
+    assert told == [b"head body"]
+    joined.write(b"last words")
+    joined.close()
+    await asyncio.sleep(0)
+    assert told == [b"head body", b"last words", None]
+
+
+async def test_a_reader_that_is_slow_is_noticed_before_the_turn_is_over() -> None:
+    told = (transport := _Transport()).told
+    joined = _JoinedWrites(cast(asyncio.Transport, transport), asyncio.get_running_loop())
+    joined.write(b"a")
+    joined.write(bytes(1 << 16))
+    assert told == [b"a" + bytes(1 << 16)]
+    await asyncio.sleep(0)
+    assert len(told) == 1
 
 
 def test_address_that_cannot_be_had_is_named() -> None:
