@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,11 @@ from shared.hashing import num_usable_blocks
 from shared.types import BlockKey, Instance, WorkerId
 
 _HASH_BYTES = 8
+_LOAD_BOUND = 2.0
+"""No worker is to get more than twice its share of the requests, as in consistent hashing with bounded loads (Mirrokni,
+Thorup and Zadimoghaddam, 2018)."""
+_FEW = 4
+"""So many may be on one worker anyway: they hardly slow each other down."""
 
 
 class UnderWay(NamedTuple):
@@ -49,6 +54,7 @@ class Credit:
         self._hints = hints
         self._block_size_tokens = block_size_tokens
         self._min_prefix_tokens = min_prefix_tokens
+        self._num_together = _FEW
         self._num_workers = 0
         self._instances: tuple[Instance, ...] = ()
         self._worker_to_column: dict[WorkerId, int] = {}
@@ -61,10 +67,45 @@ class Credit:
             worker: column for column, worker in enumerate(loads.workers) if loads.is_cache_aware[column]
         }
 
+    def share_out(self, loads: Loads, num_held: int, num_routers: int) -> None:
+        """How many requests are there now, and with them how many one worker is to get of this router. Modifies."""
+        share = (int(loads.num_requests.sum()) + num_held * num_routers) / max(1, len(loads))
+        self._num_together = max(1, round(max(_FEW, _LOAD_BOUND * share) / num_routers))
+
     def row(
-        self, request: GenerateRequest, keys: Sequence[BlockKey], worker_to_match: Mapping[WorkerId, Match]
+        self,
+        request: GenerateRequest,
+        keys: Sequence[BlockKey],
+        worker_to_match: Mapping[WorkerId, Match],
+        num_before: Callable[[int], int],
     ) -> Credited:
-        """What the workers hold of a prompt."""
+        """What the workers hold of a prompt, promises included.
+
+        What workers are computing and nobody holds counts for as many requests as they are to get: the next ones have
+        another worker compute it at the same time, and do not all decode on a few. `num_before` tells how many that
+        share the block at a depth wait before this one.
+        """
+        promised = self._hints.promised(keys)
+        credited = self._count(request, keys, worker_to_match, promised)
+        promised_tokens = credited.under_way.promised_tokens
+        if not promised_tokens:
+            return credited
+        depth = promised_tokens // self._block_size_tokens - 1
+        computing = [worker for worker, num_promised in promised.items() if num_promised > depth]
+        num_places = self._num_together * len(computing)
+        num_places -= sum(self._hints.num_promises(worker, keys[depth]) for worker in computing)
+        if num_places > 0 and num_before(depth) < num_places:
+            return credited
+        resident = self._count(request, keys, worker_to_match, {})
+        return resident if resident.most_tokens < promised_tokens else credited
+
+    def _count(
+        self,
+        request: GenerateRequest,
+        keys: Sequence[BlockKey],
+        worker_to_match: Mapping[WorkerId, Match],
+        promised: Mapping[WorkerId, int],
+    ) -> Credited:
         num_blocks = [0] * self._num_workers
         worker_to_column = self._worker_to_column
         instances = self._instances
@@ -74,7 +115,7 @@ class Credit:
                 num_blocks[column] = match.num_blocks
         under_way = NOTHING_UNDER_WAY
         num_usable = num_usable_blocks(request.num_prompt_tokens, self._block_size_tokens)
-        for worker, num_promised in self._hints.promised(keys).items():
+        for worker, num_promised in promised.items():
             column = worker_to_column.get(worker)
             # Both are prefixes of one chain, so their union is the longer one.
             if column is not None and num_promised > num_blocks[column]:
