@@ -380,7 +380,9 @@ class Binder:
                 return place
             return sum(other.ordinal < held.ordinal for other in self._table.sharing(held.keys, depth))
 
-        return self._credit.row(held.request, held.keys, held.worker_to_match, num_before)
+        # Policies that never hold anybody spread a burst as they like.
+        is_limited = self._policy.is_late_binding
+        return self._credit.row(held.request, held.keys, held.worker_to_match, num_before if is_limited else None)
 
     def _ask_again(self, rows: Ints) -> None:
         """Ask the directory about one of these requests, whose answer is the oldest: it may hold no longer.

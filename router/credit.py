@@ -77,18 +77,18 @@ class Credit:
         request: GenerateRequest,
         keys: Sequence[BlockKey],
         worker_to_match: Mapping[WorkerId, Match],
-        num_before: Callable[[int], int],
+        num_before: Callable[[int], int] | None = None,
     ) -> Credited:
         """What the workers hold of a prompt, promises included.
 
         What workers are computing and nobody holds counts for as many requests as they are to get: the next ones have
         another worker compute it at the same time, and do not all decode on a few. `num_before` tells how many that
-        share the block at a depth wait before this one.
+        share the block at a depth wait before this one. `None`: it counts for all.
         """
         promised = self._hints.promised(keys)
         credited = self._count(request, keys, worker_to_match, promised)
         promised_tokens = credited.under_way.promised_tokens
-        if not promised_tokens:
+        if not promised_tokens or num_before is None:
             return credited
         depth = promised_tokens // self._block_size_tokens - 1
         computing = [worker for worker, num_promised in promised.items() if num_promised > depth]

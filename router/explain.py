@@ -79,8 +79,7 @@ async def explain(router: Router, token_ids: Sequence[int], *, salt: str = "") -
         raise NoWorker("no worker takes requests now")
     credit = Credit(router.hints, block_size_tokens=block_size_tokens, min_prefix_tokens=router.min_prefix_tokens)
     credit.relay(loads)
-    credit.share_out(loads, 0, router.fleet.num_routers)
-    credited = credit.row(request, keys, worker_to_match, lambda depth: 0)
+    credited = credit.row(request, keys, worker_to_match)
     num_tokens = request.num_prompt_tokens + _NOMINAL_OUTPUT_TOKENS
     requests = Requests(
         ordinals=np.zeros(1, dtype=np.int64),
