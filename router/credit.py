@@ -81,9 +81,9 @@ class Credit:
     ) -> Credited:
         """What the workers hold of a prompt, promises included.
 
-        What workers are computing and nobody holds counts for as many requests as they are to get: the next ones have
-        another worker compute it at the same time, and do not all decode on a few. `num_before` tells how many that
-        share the block at a depth wait before this one. `None`: it counts for all.
+        What a worker is computing and nobody holds counts for as many requests as it is to get: the next ones have
+        another worker compute it at the same time, and do not all decode on one. `num_before` tells how many that share
+        the block at a depth wait before this one. `None`: it counts for all.
         """
         promised = self._hints.promised(keys)
         credited = self._count(request, keys, worker_to_match, promised)
@@ -91,13 +91,19 @@ class Credit:
         if not promised_tokens or num_before is None:
             return credited
         depth = promised_tokens // self._block_size_tokens - 1
-        computing = [worker for worker, num_promised in promised.items() if num_promised > depth]
-        num_places = self._num_together * len(computing)
-        num_places -= sum(self._hints.num_promises(worker, keys[depth]) for worker in computing)
-        if num_places > 0 and num_before(depth) < num_places:
+        if any(match.num_blocks > depth for match in worker_to_match.values()):
             return credited
-        resident = self._count(request, keys, worker_to_match, {})
-        return resident if resident.most_tokens < promised_tokens else credited
+        own = self._worker_of_place(num_before(depth), keys[depth], [w for w, n in promised.items() if n > depth])
+        return self._count(request, keys, worker_to_match, {} if own is None else {own: promised[own]})
+
+    def _worker_of_place(self, place: int, key: BlockKey, computing: list[WorkerId]) -> WorkerId | None:
+        """Which of those that compute a block gets the request at that place; `None` where none has one left."""
+        for worker in reversed(computing):
+            num_places = max(0, self._num_together - self._hints.num_promises(worker, key))
+            if place < num_places:
+                return worker
+            place -= num_places
+        return None
 
     def _count(
         self,
