@@ -353,7 +353,7 @@ class Binder:
 
     def _sync_workers(self, loads: Loads) -> None:
         """Where the workers have changed, all rows are credited anew."""
-        self._credit.share_out(loads, len(self._table), self._fleet.num_routers)
+        self._credit.note_loads(loads, len(self._table), self._fleet.num_routers)
         if loads.workers is not self._workers:
             self._workers = loads.workers
             self._columns = {worker: column for column, worker in enumerate(loads.workers)}

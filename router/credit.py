@@ -54,7 +54,9 @@ class Credit:
         self._hints = hints
         self._block_size_tokens = block_size_tokens
         self._min_prefix_tokens = min_prefix_tokens
-        self._num_together = _FEW
+        self._loads: Loads | None = None
+        self._num_held = 0
+        self._num_routers = 1
         self._num_workers = 0
         self._instances: tuple[Instance, ...] = ()
         self._worker_to_column: dict[WorkerId, int] = {}
@@ -67,10 +69,9 @@ class Credit:
             worker: column for column, worker in enumerate(loads.workers) if loads.is_cache_aware[column]
         }
 
-    def share_out(self, loads: Loads, num_held: int, num_routers: int) -> None:
-        """How many requests are there now, and with them how many one worker is to get of this router. Modifies."""
-        share = (int(loads.num_requests.sum()) + num_held * num_routers) / max(1, len(loads))
-        self._num_together = max(1, round(max(_FEW, _LOAD_BOUND * share) / num_routers))
+    def note_loads(self, loads: Loads, num_held: int, num_routers: int) -> None:
+        """How many requests there are now, on workers and at each of the routers. Modifies."""
+        self._loads, self._num_held, self._num_routers = loads, num_held, num_routers
 
     def row(
         self,
@@ -93,17 +94,28 @@ class Credit:
         depth = promised_tokens // self._block_size_tokens - 1
         if any(match.num_blocks > depth for match in worker_to_match.values()):
             return credited
-        own = self._worker_of_place(num_before(depth), keys[depth], [w for w, n in promised.items() if n > depth])
-        return self._count(request, keys, worker_to_match, {} if own is None else {own: promised[own]})
+        computing = [worker for worker, num in promised.items() if num > depth]
+        own = self._worker_of_place(num_before(depth), keys[depth], computing)
+        counted = {worker: num for worker, num in promised.items() if worker == own or num <= depth}
+        return self._count(request, keys, worker_to_match, counted)
 
     def _worker_of_place(self, place: int, key: BlockKey, computing: list[WorkerId]) -> WorkerId | None:
         """Which of those that compute a block gets the request at that place; `None` where none has one left."""
+        num_together = self._num_together()
         for worker in reversed(computing):
-            num_places = max(0, self._num_together - self._hints.num_promises(worker, key))
+            num_places = max(0, num_together - self._hints.num_promises(worker, key))
             if place < num_places:
                 return worker
             place -= num_places
         return None
+
+    def _num_together(self) -> int:
+        """How many requests with one beginning a worker is to get of this router."""
+        share = 0.0
+        if self._loads is not None:
+            num_requests = int(self._loads.num_requests.sum()) + self._num_held * self._num_routers
+            share = num_requests / max(1, len(self._loads))
+        return max(1, round(max(_FEW, _LOAD_BOUND * share) / self._num_routers))
 
     def _count(
         self,
