@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from router.bookings import Booking
-from router.credit import Credit
+from router.credit import Credit, Credited
 from router.fleet import Fleet
 from router.held import Held, HeldTable
 from router.hints import Hints, Promise
@@ -38,7 +38,6 @@ _PASSES_PER_MATCH = 8
 """Passes that an answer of the directory about a held request is good for. One is asked about in every fourth pass."""
 _PATIENCE_PREFILLS = 4.0
 """A request that waits for blocks longer than this many mean prefills is not overtaken on its worker any more."""
-
 MatchAll = Callable[[Sequence[BlockKey]], Awaitable[Mapping[WorkerId, Match]]]
 
 
@@ -131,7 +130,7 @@ class Binder:
         self._is_loading_ahead = True
         loads = self._fleet.loads()
         self._sync_workers(loads)
-        self._table.add(held, self._credit.row(held.request, held.keys, held.worker_to_match), self._num_passes)
+        self._table.add(held, self._credited(held), self._num_passes)
         self._decide(loads, None if self._is_pass_due or self._has_unseen else held)
 
     def drop(self, held: Held) -> None:
@@ -354,6 +353,7 @@ class Binder:
 
     def _sync_workers(self, loads: Loads) -> None:
         """Where the workers have changed, all rows are credited anew."""
+        self._credit.note_loads(loads, len(self._table), self._fleet.num_routers)
         if loads.workers is not self._workers:
             self._workers = loads.workers
             self._columns = {worker: column for column, worker in enumerate(loads.workers)}
@@ -365,11 +365,24 @@ class Binder:
 
     def _take_hint(self, worker: WorkerId, keys: Sequence[BlockKey], depth: int) -> None:
         """Blocks have become promised, or are no more: whoever shares the first of them is credited anew."""
-        for held in self._table.sharing(keys, depth):
-            self._renew_credit(held)
+        sharing = sorted(self._table.sharing(keys, depth), key=lambda held: held.ordinal)
+        for place, held in enumerate(sharing):
+            self._renew_credit(held, place)
 
-    def _renew_credit(self, held: Held) -> None:
-        self._table.credit(held, self._credit.row(held.request, held.keys, held.worker_to_match))
+    def _renew_credit(self, held: Held, place: int | None = None) -> None:
+        self._table.credit(held, self._credited(held, place))
+
+    def _credited(self, held: Held, place: int | None = None) -> Credited:
+        """What counts as held of a request, whose place among those that wait for the same blocks may be known."""
+
+        def num_before(depth: int) -> int:
+            if place is not None:
+                return place
+            return sum(other.ordinal < held.ordinal for other in self._table.sharing(held.keys, depth))
+
+        # Policies that never hold anybody spread a burst as they like.
+        is_limited = self._policy.is_late_binding
+        return self._credit.row(held.request, held.keys, held.worker_to_match, num_before if is_limited else None)
 
     def _ask_again(self, rows: Ints) -> None:
         """Ask the directory about one of these requests, whose answer is the oldest: it may hold no longer.

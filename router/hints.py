@@ -140,6 +140,10 @@ class Hints:
                 found[worker] = depth
         return found
 
+    def num_promises(self, worker: WorkerId, key: BlockKey) -> int:
+        """Of how many requests a block is promised to a worker that it is promised to."""
+        return 1 + self._worker_to_more[worker].get(key, 0)
+
     def expire(self) -> None:
         """End the promises whose time is over. Modifies."""
         if self._settled:

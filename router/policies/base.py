@@ -300,6 +300,6 @@ class Policy(Protocol):
         """Which held requests are looked at first: the highest. Early-binding policies never hold and are not asked.
 
         All held requests are given. `own_s` is the time to prefill what the best worker does not hold, positive;
-        `occupancy_s` is the time of its expected answer, times the share of a mean worker's blocks that it needs meanwhile.
+        `occupancy_s` is the time of its expected answer, times the share of a mean worker's blocks that it needs.
         """
         ...

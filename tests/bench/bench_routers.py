@@ -1,9 +1,9 @@
 """Compares several routers with one on the same simulated fleet: `python -m tests.bench.bench_routers`.
 
-Sixteen 13B workers and the first requests of Mooncake's conversation trace, prompts cut to 16,384 tokens. Load is the
-rate of arrivals over what round robin serves when saturated; the lag is one way, of statuses as of all else. Each
-number of routers is compared with one router of the same lag, and with one without any. Beside that, a burst of equal
-cold prompts is dealt to the routers, and the workers are counted that compute it.
+Sixteen 13B workers and the first requests of Mooncake's conversation trace or of a made-up one, prompts cut to 16,384
+tokens. Load is the rate of arrivals over what round robin serves when saturated; the lag is one way, of statuses as of
+all else. Each number of routers is compared with one router of the same lag, and with one without any. Beside that, a
+burst of equal cold prompts is dealt to the routers, and the workers are counted that compute it.
 
 Without `--proof` a short part runs. All figures are simulated, the same on every machine.
 """
@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -28,7 +29,15 @@ from router.traces import parse_trace, read_trace
 from router.workload import Workload, arrival_times_s, select
 from shared.hashing import pack_tokens
 from tests.bench.bench_routing import _listed, _say
-from tests.support.routing_runs import BLOCK_SIZE_TOKENS, MAX_PROMPT_TOKENS, MOONCAKE, NUM_WORKERS, PROFILE, SLO
+from tests.support.routing_runs import (
+    BLOCK_SIZE_TOKENS,
+    MAX_PROMPT_TOKENS,
+    MOONCAKE,
+    NUM_WORKERS,
+    PROFILE,
+    SLO,
+    WORKLOADS,
+)
 from tests.support.traces import TRACE_DIR_VARIABLES, trace_path
 
 COMMAND = "python -m tests.bench.bench_routers"
@@ -39,6 +48,7 @@ PROOF_LAGS_S = (0.1, 0.5)
 PROOF_REQUESTS, SHORT_REQUESTS = 1500, 400
 BURST_REQUESTS = 32
 BURST_PROMPT_TOKENS = 8192
+BURST_ANSWER_TOKENS = 300
 BURST_AT_S = 3.0
 """By then every router has heard of the others."""
 
@@ -74,8 +84,10 @@ class Burst:
     num_routers: int
     num_computing: int
     """Workers that computed the prompt rather than take it from their cache."""
-    num_serving: int
+    most_on_one: int
+    """Requests of the worker that got most of them."""
     ttft_mean_s: float
+    e2e_mean_s: float
 
 
 def rows(
@@ -141,14 +153,16 @@ def burst(spec: FleetSpec, run: Simulate) -> Burst:
     """Deal equal prompts that nobody holds to the routers, all at once."""
     rng = random.Random(spec.seed)
     prompt = pack_tokens([rng.randrange(30_000) for _ in range(BURST_PROMPT_TOKENS)])
-    result = run(spec, make_policy(POLICY), [Arrival(BURST_AT_S, prompt, 100)] * BURST_REQUESTS)
+    result = run(spec, make_policy(POLICY), [Arrival(BURST_AT_S, prompt, BURST_ANSWER_TOKENS)] * BURST_REQUESTS)
     ttfts_s = [one.first_token_at_s - one.arrived_at_s for one in result.outcomes if one.first_token_at_s is not None]
+    e2es_s = [one.finished_at_s - one.arrived_at_s for one in result.outcomes if one.finished_at_s is not None]
     return Burst(
         lag_s=spec.lag_s,
         num_routers=spec.num_routers,
         num_computing=len({one.worker for one in result.outcomes if one.cached_tokens < BURST_PROMPT_TOKENS // 2}),
-        num_serving=len({one.worker for one in result.outcomes}),
+        most_on_one=max(Counter(one.worker for one in result.outcomes).values()),
         ttft_mean_s=round(sum(ttfts_s) / len(ttfts_s), 4),
+        e2e_mean_s=round(sum(e2es_s) / len(e2es_s), 4),
     )
 
 
@@ -185,17 +199,26 @@ def text(found: Sequence[Row], bursts: Sequence[Burst]) -> str:
         ]
         for row in found
     ]
-    head = [["lag", "routers", "workers that compute it", "workers that serve it", "TTFT"]]
+    head = [["lag", "routers", "workers that compute it", "most on one", "TTFT", "e2e"]]
     head += [
-        [f"{one.lag_s:g} s", str(one.num_routers), str(one.num_computing), str(one.num_serving), f"{one.ttft_mean_s} s"]
+        [
+            f"{one.lag_s:g} s",
+            str(one.num_routers),
+            str(one.num_computing),
+            str(one.most_on_one),
+            f"{one.ttft_mean_s:.2f} s",
+            f"{one.e2e_mean_s:.1f} s",
+        ]
         for one in bursts
     ]
-    return f"{table(lines)}\n\n{BURST_REQUESTS} equal cold prompts of {BURST_PROMPT_TOKENS:,} tokens\n{table(head)}"
+    title = f"{BURST_REQUESTS} equal cold prompts of {BURST_PROMPT_TOKENS:,} tokens, answers of {BURST_ANSWER_TOKENS}"
+    return f"{table(lines)}\n\n{title}\n{table(head)}"
 
 
 def main(arguments: Sequence[str] | None = None, run: Simulate = simulate) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description="Several routers against one on a simulated fleet.")
     parser.add_argument("--proof", action="store_true", help="all that is claimed; some ten minutes")
+    parser.add_argument("--workload", choices=WORKLOADS, default=MOONCAKE)
     parser.add_argument("--routers", type=_listed(int), metavar="N,N")
     parser.add_argument("--loads", type=_listed(float), metavar="L,L")
     parser.add_argument("--lags-s", type=_listed(float), metavar="S,S")
@@ -209,11 +232,12 @@ def main(arguments: Sequence[str] | None = None, run: Simulate = simulate) -> in
     loads = given.loads or (PROOF_LOADS if given.proof else SHORT_LOADS)
 
     spec = FleetSpec(NUM_WORKERS, PROFILE, num_blocks=given.blocks, seed=given.seed)
-    if trace_path().is_file():
-        name, trace = MOONCAKE, read_trace(trace_path())
-    else:
+    name = given.workload
+    if name == MOONCAKE and not trace_path().is_file():
         _say(f"{trace_path()} is missing; {TRACE_DIR_VARIABLES[0]} names its folder. Made-up chats take its place")
-        name, trace = "conversations", parse_trace(generated_lines("conversations", given.seed), "conversations")
+        name = "conversations"
+    is_made_up = name != MOONCAKE
+    trace = parse_trace(generated_lines(name, given.seed), name) if is_made_up else read_trace(trace_path())
     requests = select(
         trace,
         name,

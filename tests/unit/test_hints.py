@@ -37,6 +37,17 @@ def test_promise_outlives_a_long_prefill_and_ends_soon_after_the_first_token() -
     assert len(hints) == 0
 
 
+def test_a_block_tells_of_how_many_requests_it_is_promised_to_a_worker() -> None:
+    hints = Hints(Clock())
+    hints.promise(W0, KEYS)
+    shorter = hints.promise(W0, KEYS[:2])
+    hints.promise(W1, KEYS[:1])
+    assert [hints.num_promises(W0, key) for key in KEYS[:3]] == [2, 2, 1]
+    assert hints.num_promises(W1, KEYS[0]) == 1
+    hints.withdraw(shorter)
+    assert hints.num_promises(W0, KEYS[0]) == 1
+
+
 def test_overlapping_promises_end_one_by_one() -> None:
     hints = Hints(Clock())
     short, long = hints.promise(W0, KEYS[:2]), hints.promise(W0, KEYS[:5])

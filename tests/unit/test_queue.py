@@ -47,9 +47,10 @@ def ask(
     token_ids: Sequence[int],
     excluded: frozenset[WorkerId] = frozenset(),
     worker: WorkerId | None = None,
+    max_tokens: int = 8,
 ) -> asyncio.Task:
     packed = pack_tokens(token_ids)
-    request = GenerateRequest(RequestId(name), packed, Sampling(max_tokens=8), worker=worker)
+    request = GenerateRequest(RequestId(name), packed, Sampling(max_tokens=max_tokens), worker=worker)
     keys = block_keys(packed, SCHEME.block_size_tokens, root_key(SCHEME))
     return asyncio.create_task(rig.queue.place(request, keys, excluded, rig.now_s[0]))
 
@@ -102,6 +103,18 @@ async def test_shorter_requests_go_first_until_age_overtakes_them() -> None:
         await settle()
         assert [worker_of(asked) for asked in (long, late)] == [W0, None]
         await stop(late)
+
+
+async def test_of_equal_prompts_that_with_the_shorter_answer_goes_first() -> None:
+    async with bench_rig(1, 0) as rig:
+        await opened(rig, BUSY)
+        wordy = ask(rig, "wordy", prompt(0, 500), max_tokens=60)
+        brief = ask(rig, "brief", prompt(10_000, 500), max_tokens=1)
+        await settle()
+        rig.clients[0].tell(replace(STATUS, num_running=255))
+        await settle()
+        assert [worker_of(asked) for asked in (wordy, brief)] == [None, W0]
+        await stop(wordy)
 
 
 async def test_newcomer_does_not_take_what_somebody_more_urgent_has_waited_for() -> None:

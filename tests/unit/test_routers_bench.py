@@ -53,4 +53,4 @@ def test_people_get_two_tables(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "simulated; python -m tests.bench.bench_routers"
     assert sum("1.300" in line for line in lines) == 2
-    assert "32 equal cold prompts of 8,192 tokens" in lines
+    assert "32 equal cold prompts of 8,192 tokens, answers of 300" in lines
