@@ -1,9 +1,9 @@
 """The policy protocol: pure costs of workers for requests, in arrays with a row for each request and a column for each
 worker.
 
-A policy gets snapshots and returns the cost of every pairing, so that fall-back is the next cheapest column and
-needs no second call. It keeps no state, reads no clock and draws randomness only from the generator that it is given
-(the rule of NVIDIA Dynamo's scheduling folder: "selectors should be side-effect free").
+A policy gets snapshots, which nobody writes to, and returns the cost of every pairing, so that fall-back is the next
+cheapest column and needs no second call. It keeps no state, reads no clock and draws randomness only from the generator
+that it is given (the rule of NVIDIA Dynamo's scheduling folder: "selectors should be side-effect free").
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _DERIVED: Any = np.empty(0)
 class Loads:
     """Every worker that may be sent to, at one moment: its last status, and own sends that the status cannot know yet.
 
-    One entry for each worker in every field, by worker id. Nobody writes to it or to its arrays; to have Python refuse
-    it would take longer than all that is read of most. What follows from others is worked out where it is not given.
+    One entry for each worker in every field, by worker id. Nobody writes to the arrays. What follows from others is
+    worked out where it is not given.
     """
 
     workers: tuple[WorkerId, ...]
@@ -104,7 +104,7 @@ class Loads:
         return len(self.workers)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Requests:
     """Requests that want a worker, most urgent first. One entry for each in every field.
 
@@ -143,7 +143,7 @@ class Requests:
         return new_blocks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FleetState:
     """Running means over the router's recent requests, and its own backlog. Times as this fleet measures them."""
 
@@ -165,7 +165,7 @@ class FleetState:
     block_size_tokens: int = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Costs:
     """What each pairing of a request and a worker would cost."""
 
