@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shared.directory.base import Match
 from shared.types import BlockKey, Instance, WorkerId
@@ -16,6 +17,7 @@ _MAX_REMEMBERED_MATCHES = 64
 _ROOMY_BYTES_PER_KEY = 256
 """A table that has just grown takes at most half of this for each key."""
 _SHARDS_PER_COMPACTION = 8
+_MISSING: Any = object()
 _FIRST_PART, _LATER_PART = 32, 256
 """Keys of a chain that are looked up at once: few at first, since most chains end early."""
 
@@ -132,18 +134,14 @@ class Mirror:
             # Most keys have one holder: they share one object for its bit.
             shard[key] = bit if held is None else held | bit
             resident[key] = None
-        for key in removed:
-            if key in resident:
-                del resident[key]
-                self._clear(key, bit)
+        self._clear([key for key in removed if resident.pop(key, _MISSING) is None], bit)
 
     def clean(self, max_keys: int) -> None:
         """Clear up to `max_keys` bits of what was dropped. Modifies; call it until `has_dropped` is false."""
         if self._dropped:
             copy = self._dropped[0]
             resident, bit = copy.resident, copy.bit
-            for _ in range(min(max_keys, len(resident))):
-                self._clear(resident.popitem()[0], bit)
+            self._clear([resident.popitem()[0] for _ in range(min(max_keys, len(resident)))], bit)
             if not resident:
                 self._dropped.popleft()
                 self._slots[copy.slot] = None
@@ -228,10 +226,12 @@ class Mirror:
                 self._matches[bits, num_blocks] = matches
         found.update(matches)
 
-    def _clear(self, key: BlockKey, bit: int) -> None:
-        shard = self._shards[key[0]]
-        held = shard[key] ^ bit
-        if held:
-            shard[key] = held
-        else:
-            del shard[key]
+    def _clear(self, keys: Iterable[BlockKey], bit: int) -> None:
+        shards = self._shards
+        for key in keys:
+            shard = shards[key[0]]
+            held = shard[key] ^ bit
+            if held:
+                shard[key] = held
+            else:
+                del shard[key]
