@@ -11,7 +11,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from router.bookings import Claims
-from router.policies.base import Floats, Ints, Loads
+from router.policies.base import UNLIMITED_BLOCKS, Floats, Ints, Loads
 from shared.transport.base import WorkerClient
 from shared.types import Instance, WorkerId, WorkerInfo, WorkerStatus
 
@@ -48,6 +48,7 @@ class Column(NamedTuple, Generic[Count, Time]):
     kv_demand_blocks: Count
     num_resident_blocks: Count
     step_budget_tokens: Count
+    free_blocks: Count
     last_booking: Count
     """The number of the last send that went to the worker, of all sends of this router."""
     measured_prefill_s_per_token: Time
@@ -60,6 +61,7 @@ class Column(NamedTuple, Generic[Count, Time]):
     queued_prefill_s: Time
     step_budget_s: Time
     decode_s: Time
+    busy_step_s: Time
     fullness: Time
 
 
@@ -134,7 +136,9 @@ class LoadTable:
             queued_prefill_s=queued_prefill_s,
             step_budget_s=step_budget_s,
             decode_s=read.decode_s,
+            busy_step_s=read.busy_step_s,
             fullness=read.fullness,
+            free_blocks=read.free_blocks,
         )
         return self._snapshot
 
@@ -170,6 +174,7 @@ def column_of(
     accepted_blocks = -(-status.queued_prefill_tokens // info.scheme.block_size_tokens)
     kv_demand_blocks = status.kv_used_blocks + accepted_blocks + claims.unseen_blocks
     kv_used_blocks = min(kv_demand_blocks, info.num_blocks)
+    decode_s = num_requests * status.decode_s_per_seq
     return Column(
         num_requests=num_requests,
         num_waiting=status.num_waiting + claims.num_unseen,
@@ -178,6 +183,7 @@ def column_of(
         kv_demand_blocks=kv_demand_blocks,
         num_resident_blocks=status.num_resident_blocks,
         step_budget_tokens=status.step_budget_tokens,
+        free_blocks=info.num_blocks - kv_used_blocks if num_requests else UNLIMITED_BLOCKS,
         last_booking=last_booking,
         measured_prefill_s_per_token=status.prefill_s_per_token,
         step_s=status.step_s,
@@ -186,7 +192,8 @@ def column_of(
         status_at_s=math.inf if client.status is None else now_s - client.status_age_s,
         queued_prefill_s=queued_prefill_tokens * status.prefill_s_per_token,
         step_budget_s=status.step_s + status.step_budget_tokens * status.prefill_s_per_token,
-        decode_s=num_requests * status.decode_s_per_seq,
+        decode_s=decode_s,
+        busy_step_s=status.step_s + decode_s,
         fullness=max(kv_used_blocks / info.num_blocks, num_requests / info.max_num_seqs),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from router.policies.base import FleetState, Loads
 
 _WEIGHT = 0.05
@@ -34,14 +36,14 @@ class Means:
 
     def fleet_state(self, loads: Loads, *, backlog_tokens: int, num_routers: int, block_size_tokens: int) -> FleetState:
         """The means in the seconds of this fleet."""
-        prefill_s_per_token = float(loads.prefill_s_per_token.sum()) / len(loads)
+        prefill_s_per_token = float(np.add.reduce(loads.prefill_s_per_token)) / len(loads)
         return FleetState(
             prefill_s_per_token=prefill_s_per_token,
             mean_full_s=self._full_tokens * prefill_s_per_token,
             mean_own_s=self._own_tokens * prefill_s_per_token,
             backlog_s=backlog_tokens * prefill_s_per_token,
             mean_output_tokens=self.output_tokens,
-            token_s=float((loads.step_s + loads.decode_s).sum()) / len(loads),
+            token_s=float(np.add.reduce(loads.busy_step_s)) / len(loads),
             num_workers=len(loads),
             num_routers=num_routers,
             block_size_tokens=block_size_tokens,

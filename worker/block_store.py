@@ -98,28 +98,35 @@ class BlockStore:
 
     def publish(
         self,
-        block: int,
-        key: BlockKey,
-        parent: BlockKey,
+        blocks: Sequence[int],
+        keys: Sequence[BlockKey],
+        root: BlockKey,
+        numbers: Iterable[int],
         request: str,
-        before: int | None = None,
         is_low_priority: bool = False,
-    ) -> bool:
-        """Let a full block be found by its key. False, and no change, where the key stands for another text.
+    ) -> int:
+        """Let full blocks of one sequence be found by their keys, up to the first whose key stands for another text.
 
-        `parent` is the key of the block `before` it, or the root where there is none.
+        `blocks` and `keys` are all of the sequence's; `numbers` says which of them, in order. Tells how many that are.
         """
-        if self.free.key_of(block) is not None:
-            return True
-        other = self.free.find(key)
-        if other is not None and not self._is_same_text(other, self.tokens[block], parent):
-            return False
-        self._parents[block] = parent
-        self._is_first[block] = before is None
-        is_new = self.free.cache(block, key, request, before, is_low_priority)
-        if is_new and self._changes is not None:
-            self._changes.note_stored(key)
-        return True
+        key_of, find, cache = self.free.key_of, self.free.find, self.free.cache
+        num_published = 0
+        stored: list[BlockKey] = []
+        for number in numbers:
+            block, key = blocks[number], keys[number]
+            if key_of(block) is None:
+                parent, before = (keys[number - 1], blocks[number - 1]) if number else (root, None)
+                other = find(key)
+                if other is not None and not self._is_same_text(other, self.tokens[block], parent):
+                    break
+                self._parents[block] = parent
+                self._is_first[block] = before is None
+                if cache(block, key, request, before, is_low_priority):
+                    stored.append(key)
+            num_published += 1
+        if self._changes is not None:
+            self._changes.note_stored(stored)
+        return num_published
 
     def forget_free(self) -> None:
         """Let nothing be found any more that nobody holds. Linear in the free blocks."""

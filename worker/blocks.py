@@ -124,14 +124,14 @@ class BlockPool:
         sequence.num_computed_tokens = num_computed_tokens
         if not sequence.is_findable:
             return
-        blocks, keys, publish = sequence.blocks, sequence.keys, self._store.publish
-        for number in range(sequence.num_committed_blocks, num_computed_tokens // self.block_size_tokens):
-            parent, before = (keys[number - 1], blocks[number - 1]) if number else (sequence.root, None)
-            if not publish(blocks[number], keys[number], parent, sequence.request, before, sequence.is_low_priority):
-                sequence.is_findable = False
-                self._num_collisions += 1
-                return
-            sequence.num_committed_blocks += 1
+        numbers = range(sequence.num_committed_blocks, num_computed_tokens // self.block_size_tokens)
+        num_published = self._store.publish(
+            sequence.blocks, sequence.keys, sequence.root, numbers, sequence.request, sequence.is_low_priority
+        )
+        sequence.num_committed_blocks += num_published
+        if num_published < len(numbers):
+            sequence.is_findable = False
+            self._num_collisions += 1
 
     def append(
         self, sequence: Sequence, packed_tokens: bytes, *, keys: Rows[BlockKey] | None = None

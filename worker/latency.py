@@ -28,12 +28,22 @@ class StepTimes:
 
     def add(self, elapsed_s: float, num_prefill_tokens: int, num_decode_seqs: int) -> None:
         """Take one step into account. Modifies; constant time."""
-        terms = (1.0, float(num_prefill_tokens), float(num_decode_seqs))
-        for i, x in enumerate(terms):
-            self._products[i] = self._products[i] * self._forgetting + x * elapsed_s
-            row = self._moments[i]
-            for j, y in enumerate(terms):
-                row[j] = row[j] * self._forgetting + x * y
+        tokens, seqs, kept = float(num_prefill_tokens), float(num_decode_seqs), self._forgetting
+        (steps, sum_tokens, sum_seqs), (_, squared_tokens, tokens_seqs), (_, _, squared_seqs) = self._moments
+        sum_tokens = sum_tokens * kept + tokens
+        sum_seqs = sum_seqs * kept + seqs
+        tokens_seqs = tokens_seqs * kept + tokens * seqs
+        self._moments = [
+            [steps * kept + 1.0, sum_tokens, sum_seqs],
+            [sum_tokens, squared_tokens * kept + tokens * tokens, tokens_seqs],
+            [sum_seqs, tokens_seqs, squared_seqs * kept + seqs * seqs],
+        ]
+        elapsed, elapsed_tokens, elapsed_seqs = self._products
+        self._products = [
+            elapsed * kept + elapsed_s,
+            elapsed_tokens * kept + tokens * elapsed_s,
+            elapsed_seqs * kept + seqs * elapsed_s,
+        ]
         self._is_stale = True
 
     def fit(self) -> StepFit:

@@ -64,10 +64,12 @@ class ResidentChanges:
     def __init__(self) -> None:
         self._key_to_is_stored: dict[BlockKey, bool] = {}
 
-    def note_stored(self, key: BlockKey) -> None:
-        """A key that could not be found can be."""
-        if self._key_to_is_stored.pop(key, None) is None:
-            self._key_to_is_stored[key] = True
+    def note_stored(self, keys: Iterable[BlockKey]) -> None:
+        """Keys that could not be found can be."""
+        states = self._key_to_is_stored
+        for key in keys:
+            if states.pop(key, None) is None:
+                states[key] = True
 
     def note_removed(self, keys: Iterable[BlockKey]) -> None:
         """Keys that could be found cannot any more."""

@@ -1,9 +1,9 @@
 """The policy protocol: pure costs of workers for requests, in arrays with a row for each request and a column for each
 worker.
 
-A policy gets frozen snapshots and returns the cost of every pairing, so that fall-back is the next cheapest column and
-needs no second call. It keeps no state, reads no clock and draws randomness only from the generator that it is given
-(the rule of NVIDIA Dynamo's scheduling folder: "selectors should be side-effect free").
+A policy gets snapshots, which nobody writes to, and returns the cost of every pairing, so that fall-back is the next
+cheapest column and needs no second call. It keeps no state, reads no clock and draws randomness only from the generator
+that it is given (the rule of NVIDIA Dynamo's scheduling folder: "selectors should be side-effect free").
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,13 @@ Hashes = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 
 _NOTHING_UNDER_WAY: Ints = np.zeros((1, 3), dtype=np.int64)
-_DERIVED: Floats = np.empty(0)
+UNLIMITED_BLOCKS = np.iinfo(np.int64).max // 2
+"""More blocks than there are; far from where differences overflow."""
+_DERIVED: Any = np.empty(0)
 """Stands for what follows from other fields."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Loads:
     """Every worker that may be sent to, at one moment: its last status, and own sends that the status cannot know yet.
 
@@ -71,31 +73,38 @@ class Loads:
     """Time of one engine step that is full of prefill."""
     decode_s: Floats = field(default_factory=lambda: _DERIVED)
     """What the worker's requests add to each of its steps."""
+    busy_step_s: Floats = field(default_factory=lambda: _DERIVED)
+    """What one of its steps takes with them."""
     fullness: Floats = field(default_factory=lambda: _DERIVED)
     """Share of the blocks or of the slots that is in use, whichever is larger."""
+    free_blocks: Ints = field(default_factory=lambda: _DERIVED)
+    """What a request sent now may take. Of one that runs nothing, anything: what it cannot hold it refuses by name; no
+    wait would mend that."""
+    has_free_slot: Flags = field(default_factory=lambda: _DERIVED)
 
     def __post_init__(self) -> None:
         if self.queued_prefill_s is _DERIVED:
-            queued_prefill_s = self.queued_prefill_tokens * self.prefill_s_per_token
-            object.__setattr__(self, "queued_prefill_s", queued_prefill_s)
+            self.queued_prefill_s = self.queued_prefill_tokens * self.prefill_s_per_token
         if self.step_budget_s is _DERIVED:
-            step_budget_s = self.step_s + self.step_budget_tokens * self.prefill_s_per_token
-            object.__setattr__(self, "step_budget_s", step_budget_s)
+            self.step_budget_s = self.step_s + self.step_budget_tokens * self.prefill_s_per_token
         if self.decode_s is _DERIVED:
-            object.__setattr__(self, "decode_s", self.decode_s_per_seq * self.num_requests)
+            self.decode_s = self.decode_s_per_seq * self.num_requests
+        if self.busy_step_s is _DERIVED:
+            self.busy_step_s = self.step_s + self.decode_s
         if self.fullness is _DERIVED:
             blocks, slots = self.kv_used_blocks / self.kv_total_blocks, self.num_requests / self.max_num_seqs
-            object.__setattr__(self, "fullness", np.maximum(blocks, slots))
+            self.fullness = np.maximum(blocks, slots)
+        if self.free_blocks is _DERIVED:
+            unused_blocks = self.kv_total_blocks - self.kv_used_blocks
+            self.free_blocks = np.where(self.num_requests, unused_blocks, UNLIMITED_BLOCKS)
+        if self.has_free_slot is _DERIVED:
+            self.has_free_slot = self.num_requests < self.max_num_seqs
 
     def __len__(self) -> int:
         return len(self.workers)
 
-    @property
-    def has_free_slot(self) -> Flags:
-        return self.num_requests < self.max_num_seqs
 
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Requests:
     """Requests that want a worker, most urgent first. One entry for each in every field.
 
@@ -134,7 +143,7 @@ class Requests:
         return new_blocks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FleetState:
     """Running means over the router's recent requests, and its own backlog. Times as this fleet measures them."""
 
@@ -161,7 +170,7 @@ class FleetState:
         return self.mean_output_tokens * self.token_s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Costs:
     """What each pairing of a request and a worker would cost."""
 
@@ -203,12 +212,12 @@ class Costs:
             if len(columns) > 1:
                 best[0] = columns[rendezvous(self.tie_hashes, loads.hashes[columns]).argmin()]
             return best
-        # The first of the lowest is the last as well, but where there is a tie.
-        (tied,) = (best != len(loads) - 1 - self.total[:, ::-1].argmin(axis=1)).nonzero()
-        if len(tied):
-            is_lowest = self.total[tied] == self.total[tied, best[tied], None]
-            weights = rendezvous(self.tie_hashes[tied, None], loads.hashes)
-            best[tied] = np.where(is_lowest, weights, _HEAVIEST).argmin(axis=1)
+        lowest = self.total[np.arange(len(best)), best]
+        (pairs,) = (self.total == lowest[:, None]).ravel().nonzero()
+        if len(pairs) > len(best):
+            rows, columns = np.divmod(pairs, len(loads))
+            order = np.lexsort((rendezvous(self.tie_hashes[rows], loads.hashes[columns]), rows))
+            best = columns[order[rows.searchsorted(np.arange(len(best)))]]
         return best
 
 
@@ -222,7 +231,6 @@ def rendezvous(hashes: Hashes, worker_hashes: Hashes) -> Hashes:
     return (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
 
 
-_HEAVIEST = np.uint64(2**64 - 1)
 _ANY_TOKENS = 1 << 40
 
 

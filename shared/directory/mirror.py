@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shared.directory.base import Match
 from shared.types import BlockKey, Instance, WorkerId
@@ -16,6 +17,7 @@ _MAX_REMEMBERED_MATCHES = 64
 _ROOMY_BYTES_PER_KEY = 256
 """A table that has just grown takes at most half of this for each key."""
 _SHARDS_PER_COMPACTION = 8
+_MISSING: Any = object()
 _FIRST_PART, _LATER_PART = 32, 256
 """Keys of a chain that are looked up at once: few at first, since most chains end early."""
 
@@ -35,16 +37,6 @@ class Copy:
     resident: dict[BlockKey, None] = field(default_factory=dict)
     """An ordered set; unlike a `set` of atoms, such a dictionary costs the garbage collector nothing."""
     is_dropped: bool = False
-    _depth_to_match: dict[int, Match] = field(default_factory=dict)
-
-    def match(self, num_blocks: int) -> Match:
-        """The same object for the same depth: beginnings that everybody shares are found at each request."""
-        found = self._depth_to_match.get(num_blocks)
-        if found is None:
-            if len(self._depth_to_match) >= _MAX_REMEMBERED_MATCHES:
-                self._depth_to_match.clear()
-            found = self._depth_to_match[num_blocks] = Match(self.instance, num_blocks)
-        return found
 
 
 class Mirror:
@@ -63,8 +55,12 @@ class Mirror:
         """A heap: low slots first keeps bitmaps short."""
         self._worker_to_copy: dict[WorkerId, Copy] = {}
         """Copies that are matched."""
+        self._shown_bits = 0
+        """Theirs."""
         self._dropped: deque[Copy] = deque()
         self._num_shards_to_compact = 0
+        self._matches: dict[tuple[int, int], dict[WorkerId, Match]] = {}
+        """By bits and depth, as long as slots stand for the same copies."""
 
     @property
     def num_keys(self) -> int:
@@ -103,6 +99,7 @@ class Mirror:
         else:
             slot = len(self._slots)
             self._slots.append(None)
+        self._matches.clear()
         copy = self._slots[slot] = Copy(worker, instance, slot, 1 << slot)
         return copy
 
@@ -114,6 +111,7 @@ class Mirror:
         if shown is not None and shown is not copy:
             self.drop(shown)
         self._worker_to_copy[copy.worker] = copy
+        self._shown_bits |= copy.bit
 
     def drop(self, copy: Copy) -> None:
         """Match this copy no more and take nothing more into it. Modifies, in constant time; `clean` does the rest."""
@@ -122,6 +120,7 @@ class Mirror:
         copy.is_dropped = True
         if self._worker_to_copy.get(copy.worker) is copy:
             del self._worker_to_copy[copy.worker]
+            self._shown_bits ^= copy.bit
         self._dropped.append(copy)
 
     def apply(self, copy: Copy, stored: Iterable[BlockKey], removed: Iterable[BlockKey] = ()) -> None:
@@ -135,18 +134,14 @@ class Mirror:
             # Most keys have one holder: they share one object for its bit.
             shard[key] = bit if held is None else held | bit
             resident[key] = None
-        for key in removed:
-            if key in resident:
-                del resident[key]
-                self._clear(key, bit)
+        self._clear([key for key in removed if resident.pop(key, _MISSING) is None], bit)
 
     def clean(self, max_keys: int) -> None:
         """Clear up to `max_keys` bits of what was dropped. Modifies; call it until `has_dropped` is false."""
         if self._dropped:
             copy = self._dropped[0]
             resident, bit = copy.resident, copy.bit
-            for _ in range(min(max_keys, len(resident))):
-                self._clear(resident.popitem()[0], bit)
+            self._clear([resident.popitem()[0] for _ in range(min(max_keys, len(resident)))], bit)
             if not resident:
                 self._dropped.popleft()
                 self._slots[copy.slot] = None
@@ -165,20 +160,28 @@ class Mirror:
 
         Does not modify. One look-up for each key until nobody holds it; nothing is inferred from keys further on.
         """
-        candidates = 0
-        for copy in map(self._worker_to_copy.get, workers):
-            if copy is not None:
-                candidates |= copy.bit
+        asked = set(workers)
+        candidates = self._shown_bits
+        if not asked.issuperset(self._worker_to_copy):
+            candidates = sum(copy.bit for worker, copy in self._worker_to_copy.items() if worker in asked)
         found: dict[WorkerId, Match] = {}
         shards = self._shards
         num_blocks = 0
         if candidates & (candidates - 1):
             for num_blocks, key in enumerate(keys):
-                held = shards[key[0]].get(key, 0) & candidates
+                try:
+                    held = shards[key[0]][key]
+                except KeyError:
+                    held = 0
+                if held == candidates:
+                    continue
+                held &= candidates
                 if held == candidates:
                     continue
                 if num_blocks:
-                    self._collect(candidates ^ held, num_blocks, found)
+                    gone = candidates ^ held
+                    # Few go on, and are noted anew further on: that all came to here is likelier to be remembered.
+                    self._collect(candidates if gone.bit_count() > held.bit_count() else gone, num_blocks, found)
                 candidates = held
                 if not held & (held - 1):
                     break  # one is left, or nobody
@@ -208,19 +211,27 @@ class Mirror:
         return at - start
 
     def _collect(self, bits: int, num_blocks: int, found: dict[WorkerId, Match]) -> None:
-        """Note the depth of every slot in `bits`."""
-        while bits:
-            slot = bits.bit_length() - 1
-            copy = self._slots[slot]
-            assert copy is not None, "a bit of a match is that of a copy"
-            bits ^= copy.bit
-            # Asked here first: where all workers hold a beginning, the calls would take as long as all look-ups.
-            found[copy.worker] = copy._depth_to_match.get(num_blocks) or copy.match(num_blocks)
+        """Note the depth of every slot in `bits`. Groups are remembered: many prompts begin with what all hold."""
+        matches = self._matches.get((bits, num_blocks))
+        if matches is None:
+            group, matches = bits, {}
+            while group:
+                copy = self._slots[group.bit_length() - 1]
+                assert copy is not None, "a bit of a match is that of a copy"
+                group ^= copy.bit
+                matches[copy.worker] = Match(copy.instance, num_blocks)
+            if len(matches) > 1:
+                if len(self._matches) >= _MAX_REMEMBERED_MATCHES:
+                    self._matches.clear()
+                self._matches[bits, num_blocks] = matches
+        found.update(matches)
 
-    def _clear(self, key: BlockKey, bit: int) -> None:
-        shard = self._shards[key[0]]
-        held = shard[key] ^ bit
-        if held:
-            shard[key] = held
-        else:
-            del shard[key]
+    def _clear(self, keys: Iterable[BlockKey], bit: int) -> None:
+        shards = self._shards
+        for key in keys:
+            shard = shards[key[0]]
+            held = shard[key] ^ bit
+            if held:
+                shard[key] = held
+            else:
+                del shard[key]
