@@ -27,15 +27,18 @@ class Detokenizer:
         decode: Callable[[Sequence[int]], str],
         context: Sequence[int] = (),
         *,
+        context_text: str | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Collection[int] = (),
     ) -> None:
+        """`context_text` is what `decode` makes of the context, where that is known."""
         self._decode = decode
         self._stop = tuple(stop)
         self._stop_token_ids = stop_token_ids
-        # Tokens whose text is out but which the decoding of the next ones depends on, and their text.
+        # Tokens whose text is out but which the decoding of the next ones depends on, and their text once it is needed:
+        # to decode is what most of this takes, and what comes last is the context of nothing.
         self._context = list(context)
-        self._context_text = decode(self._context) if context else ""
+        self._context_text = context_text if context else ""
         self._pending: list[int] = []
         self._held = ""
         self.is_stopped = False
@@ -80,10 +83,12 @@ class Detokenizer:
         text = self._decode(self._context + self._pending)
         if text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_HELD_TOKENS and not is_last:
             return ""
+        if self._context_text is None:
+            self._context_text = self._decode(self._context)
         added = text[len(self._context_text) :]
         if added:
             self._context = self._pending
-            self._context_text = self._decode(self._context)
+            self._context_text = None
         # Tokens without text (special ones) are dropped, so that a run of them costs nothing.
         self._pending = []
         return added

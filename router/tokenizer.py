@@ -43,6 +43,7 @@ _RENDER_THRESHOLD_CHARS = 131_072
 """Longer conversations are rendered and cut in a thread, too: both take some 4 ns a character."""
 _CHARS_PER_MESSAGE = 512
 """As which a message counts besides its text: its own part of rendering, some 3 us."""
+_CONTEXT_BYTES = CONTEXT_TOKENS * TOKEN_SIZE_BYTES
 _NUM_THREADS = 2
 _COMPARED_SHARE = 1 / 1000
 """Of the prompts, those that are tokenised once more as a whole, in a thread."""
@@ -103,6 +104,9 @@ class Tokenizer:
         self.segments = Segments(
             words.pack_all if words is not None else self._pack_all, cuts, pack_whole=self._pack_all
         )
+        tails = [packed[-_CONTEXT_BYTES:] for packed in self._pack_all(written)]
+        self._tail_to_text = {tail: self.decode(unpack_tokens(tail)) for tail in tails}
+        """How prompts end that the template has written, as far as an answer's first text depends on it."""
 
     def chat_text(
         self,
@@ -213,11 +217,15 @@ class Tokenizer:
         stop_token_ids: Collection[int] = (),
     ) -> Detokenizer:
         """A new stream's detokenizer, for an answer to `prompt_token_ids`, which may be packed."""
+        context_text = None
         if isinstance(prompt_token_ids, bytes):
-            prompt_token_ids = unpack_tokens(prompt_token_ids[-CONTEXT_TOKENS * TOKEN_SIZE_BYTES :])
+            packed = prompt_token_ids[-_CONTEXT_BYTES:]
+            context_text = self._tail_to_text.get(packed)
+            prompt_token_ids = unpack_tokens(packed)
         return Detokenizer(
             self.decode,
             prompt_token_ids[-CONTEXT_TOKENS:],
+            context_text=context_text,
             stop=stop,
             stop_token_ids=self.eos_token_ids.union(stop_token_ids),
         )

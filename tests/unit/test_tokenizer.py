@@ -15,7 +15,7 @@ from router.detokenizer import Detokenizer
 from router.tokenizer import THREAD_THRESHOLD_CHARS, Tokenizer
 from shared.config import Settings
 from shared.errors import ConfigError, InvalidRequest
-from shared.hashing import tokenizer_fingerprint, unpack_tokens
+from shared.hashing import pack_tokens, tokenizer_fingerprint, unpack_tokens
 from shared.types import FinishReason
 from tests.support.tokenizers import EOS_TOKEN_ID, byte_fallback_tokenizer, write_model_folder
 from worker.engines.demo_model import prepare_model
@@ -339,3 +339,12 @@ def test_smollm2_chat_has_its_default_system_prompt(smollm2: Tokenizer) -> None:
     assert text.startswith("system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("user\nHi\nassistant\n")
     assert smollm2.eos_token_ids == {2}
+
+
+def test_answer_to_a_chat_reads_as_after_a_prompt_of_which_nothing_is_known(tokenizer: Tokenizer) -> None:
+    prompt = pack_tokens(tokenizer.render_chat([{"role": "user", "content": "Where?"}]))
+    token_ids = tokenizer.encode(" here \u00e9 and there")
+    known, unknown = tokenizer.detokenizer(prompt), Detokenizer(tokenizer.decode, unpack_tokens(prompt)[-6:])
+    told = [[one.push([token_id]) for token_id in token_ids] + [one.flush()] for one in (known, unknown)]
+    assert told[0] == told[1]
+    assert "".join(told[0]).strip() == "here \u00e9 and there"
