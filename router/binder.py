@@ -172,7 +172,7 @@ class Binder:
             if newcomer is not None:
                 # Who comes first waits for nobody; behind others there may be no worker that is worth a look.
                 fleet = self.fleet_state(loads)
-                if len(self._table) == 1 or self._is_ready(loads, fleet, self._clock()).any():
+                if len(self._table) == 1 or np.count_nonzero(self._is_ready(loads, fleet, self._clock())):
                     self._weigh_one(loads, fleet, newcomer)
             elif self._policy.is_late_binding:
                 self._weigh_all(loads)
@@ -204,7 +204,7 @@ class Binder:
         now_s = self._clock()
         fleet = self.fleet_state(loads)
         is_ready = self._is_ready(loads, fleet, now_s)
-        if not is_ready.any():
+        if not np.count_nonzero(is_ready):
             self._ask_again(np.arange(len(self._table)))
             return
         if len(self._table) == 1 and self._shares.is_even and self._table.waits_for[0] == len(loads):
@@ -218,7 +218,7 @@ class Binder:
         self._ask_again(rows)
         bound: list[Held] = []
         weighed: Costs | None = None
-        while len(rows) and is_ready.any():
+        while len(rows) and np.count_nonzero(is_ready):
             requests = self._table.requests(rows, now_s)
             if weighed is None:
                 weighed = self._policy.costs(self._ranked(requests), loads, fleet, self._rng)
@@ -277,7 +277,7 @@ class Binder:
         occupancy_s = demand_share * table.output_tokens * fleet.token_s
         urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, occupancy_s, fleet)
         is_parked = ~np.append(is_ready, True)[table.waits_for]
-        self._has_unseen = len(table) - int(is_parked.sum()) > _LOOKED_AT
+        self._has_unseen = len(table) - int(np.count_nonzero(is_parked)) > _LOOKED_AT
         may_reserve: Flags = np.ones(len(table), dtype=np.bool_)
         if not self._shares.is_even:
             urgency, is_passed_over = self._shares.precedence(table, urgency, is_parked)

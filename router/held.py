@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.credit import Credited, UnderWay
+from router.credit import NOTHING_UNDER_WAY, Credited, UnderWay
 from router.policies.base import Flags, Floats, Hashes, Ints, Requests
 from router.requests import GenerateRequest
 from shared.directory.base import Match
@@ -170,7 +170,8 @@ class HeldTable:
         assert row is not None, "only what is in the table has a row"
         self._matched_tokens[row] = credited.tokens
         self._next_hashes[row] = credited.next_hash
-        self._under_way[row] = credited.under_way
+        # Mostly nothing is, and to turn a tuple into an array takes longer than all the rest.
+        self._under_way[row] = 0 if credited.under_way is NOTHING_UNDER_WAY else credited.under_way
         self._waits_for[row] = self._num_workers
         self._set_own_tokens(row, max(1, held.request.num_prompt_tokens - credited.most_tokens))
 

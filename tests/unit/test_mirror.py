@@ -155,6 +155,30 @@ def test_stored_and_removed_again_leaves_nothing() -> None:
     assert (mirror.num_keys, mirror.num_entries) == (10, 20)
 
 
+def test_group_that_is_remembered_is_never_matched_with_an_earlier_life() -> None:
+    mirror = Mirror()
+    for worker in (W1, W2, W3):
+        first = shown(mirror, worker, range(4))
+    assert depths(mirror, range(4), W1, W2, W3) == {W1: 4, W2: 4, W3: 4}
+    mirror.drop(first)
+    clean(mirror)
+    shown(mirror, W3, range(4), life=2)
+    assert mirror.match(keys(range(4)), [W1, W2, W3]) == {
+        W1: Match(instance(1), 4),
+        W2: Match(instance(1), 4),
+        W3: Match(instance(2), 4),
+    }
+
+
+def test_one_that_goes_on_alone_is_matched_to_its_own_depth() -> None:
+    mirror = Mirror()
+    for worker, num_blocks in ((W1, 4), (W2, 4), (W3, 9)):
+        shown(mirror, worker, range(num_blocks))
+    for _ in range(2):
+        assert depths(mirror, range(12), W1, W2, W3) == {W1: 4, W2: 4, W3: 9}
+        assert depths(mirror, range(12), W1, W3) == {W1: 4, W3: 9}
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_changes_match_like_sets(seed: int) -> None:
     rng = random.Random(seed)
