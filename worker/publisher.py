@@ -279,18 +279,15 @@ class Publisher:
 
     async def _send_batch(self) -> bool:
         if self._batch is None:
-            if len(self._pending) <= MAX_KEYS_PER_CALL:
-                states, self._pending = self._pending, {}
-            else:
-                states = dict(islice(self._pending.items(), MAX_KEYS_PER_CALL))
-                for key in states:
-                    del self._pending[key]
+            states = list(islice(self._pending.items(), MAX_KEYS_PER_CALL))
+            for key, _ in states:
+                del self._pending[key]
             self._backlog.send(asyncio.get_running_loop().time(), is_all=not self._pending)
             self._batch = EventBatch(
                 Holder(self._info.worker, self._epoch),
                 self._seq + 1,
-                tuple([key for key, is_resident in states.items() if is_resident]),
-                tuple([key for key, is_resident in states.items() if not is_resident]),
+                tuple([key for key, is_resident in states if is_resident]),
+                tuple([key for key, is_resident in states if not is_resident]),
             )
         batch = self._batch
         if not self._accept(await self._directory.apply(batch)):
