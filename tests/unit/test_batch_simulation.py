@@ -118,8 +118,10 @@ def test_the_least_time_counts_what_tokens_see_of_those_before_them_once_for_eac
 
 
 async def test_planner_gives_every_figure():
-    figures = await planner_bench.measure(lambda _: None, planner_bench.Sizes(nums_rows=(100, 200), many_workers=9))
+    sizes = planner_bench.Sizes(nums_rows=(100, 200), many_workers=9, nums_long_rows=(300, 400))
+    figures = await planner_bench.measure(lambda _: None, sizes)
     assert set(figures) == {
         *("seed", "plan_100_rows_s", "plan_200_rows_s", "time_growth_over_rows_growth", "peak_memory_mb"),
+        *("peak_memory_300_long_rows_mb", "peak_memory_400_long_rows_mb"),
         *("plan_200_rows_9_workers_s", "first_rows_of_9_workers_s", "longest_look_at_9_workers_s"),
     }
