@@ -7,6 +7,7 @@ they are made.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from worker.engines.simulator import SimulatorEngine
 from worker.requests import EngineRequests
 
 _ROOT = Path(__file__).parents[2]
+_PATIENCE_S = 60.0
 _OUR_ROOMS = tuple(f"{_ROOT / room}/" for room in ("router", "shared", "worker"))
 
 
@@ -86,6 +88,8 @@ class LeakCheck:
         """Met in this test, kept until it is over."""
         self._has_router = False
         self._tasks: list[str] = []
+        self._runners: weakref.WeakSet[asyncio.Runner] = weakref.WeakSet()
+        """Of loops; those of modules and classes outlive a test."""
         self._patch = pytest.MonkeyPatch()
 
     @pytest.hookimpl(wrapper=True)
@@ -106,10 +110,11 @@ class LeakCheck:
             self._check()
 
     def _check(self) -> None:
-        found = {type(one): [] for one in self._met}
-        for one in self._met:
-            if type(one) in _COUNTS and (count := _COUNTS[type(one)](one)):
-                found[type(one)].append(count)
+        for runner in list(self._runners):
+            if (loop := runner._loop) is not None and not loop.is_closed():  # type: ignore[attr-defined]
+                with contextlib.suppress(TimeoutError):
+                    runner.run(self._settled())
+        found = self._left()
         self._met.difference_update([one for one in self._met if found.get(type(one))])
         self._of_test.clear()
         told = [
@@ -121,6 +126,19 @@ class LeakCheck:
         told += [f"task {task} left" for task in self._tasks if self._has_router]
         if told:
             pytest.fail(f"the test leaves something behind: {'; '.join(told)}", pytrace=False)
+
+    async def _settled(self) -> None:
+        """Where the loop goes on, an answer's last word may be there before its worker has put the request away."""
+        async with asyncio.timeout(_PATIENCE_S):
+            while any(self._left().values()):
+                await asyncio.sleep(0.01)
+
+    def _left(self) -> dict[type, list[int]]:
+        found: dict[type, list[int]] = {type(one): [] for one in self._met}
+        for one in self._met:
+            if type(one) in _COUNTS and (count := _COUNTS[type(one)](one)):
+                found[type(one)].append(count)
+        return found
 
     def _meet(self, kind: type) -> None:
         begin = kind.__init__
@@ -136,7 +154,11 @@ class LeakCheck:
 
     def _watch_loops(self) -> None:
         """Note which of our tasks are under way when a loop is closed, which cancels them silently."""
-        close = asyncio.Runner.close
+        close, run = asyncio.Runner.close, asyncio.Runner.run
+
+        def noted(runner: asyncio.Runner, *args: Any, **options: Any) -> Any:
+            self._runners.add(runner)
+            return run(runner, *args, **options)
 
         def watched(runner: asyncio.Runner) -> None:
             loop = runner._loop  # type: ignore[attr-defined]
@@ -145,6 +167,7 @@ class LeakCheck:
             close(runner)
 
         self._patch.setattr(asyncio.Runner, "close", watched)
+        self._patch.setattr(asyncio.Runner, "run", noted)
 
 
 def _is_ours(task: asyncio.Task[Any]) -> bool:
