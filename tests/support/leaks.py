@@ -111,8 +111,13 @@ class LeakCheck:
 
     def _check(self) -> None:
         for runner in list(self._runners):
-            if (loop := runner._loop) is not None and not loop.is_closed():  # type: ignore[attr-defined]
-                with contextlib.suppress(TimeoutError):
+            loop = runner._loop  # type: ignore[attr-defined]
+            if loop is None or loop.is_closed() or not any(self._left().values()):
+                continue
+            with contextlib.suppress(TimeoutError):
+                if loop.is_running():  # in another thread
+                    asyncio.run_coroutine_threadsafe(self._settled(), loop).result(_PATIENCE_S)
+                else:
                     runner.run(self._settled())
         found = self._left()
         self._met.difference_update([one for one in self._met if found.get(type(one))])
