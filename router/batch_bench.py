@@ -78,12 +78,20 @@ def templated_rows(sizes: Sizes) -> list[Arrival]:
     ]
 
 
+def _prompts(rows: Sequence[Arrival]) -> Iterator[tuple[int, int, list[BlockKey]]]:
+    """Of each prompt its tokens, how many of its blocks a cache can save, and the keys of all."""
+    root = root_key(CacheScheme("bench", _BLOCK_SIZE_TOKENS))
+    for row in rows:
+        num_tokens = _num_tokens(row)
+        keys = block_keys(row.token_ids, _BLOCK_SIZE_TOKENS, root)
+        yield num_tokens, num_usable_blocks(num_tokens, _BLOCK_SIZE_TOKENS), keys
+
+
 def distinct_tokens(rows: Sequence[Arrival]) -> int:
     """Prompt tokens that are left to compute if each distinct block is computed once."""
-    root, possible = root_key(CacheScheme("bench", _BLOCK_SIZE_TOKENS)), PossibleHits()
-    for row in rows:
-        num_usable = num_usable_blocks(_num_tokens(row), _BLOCK_SIZE_TOKENS)
-        possible.add(block_keys(row.token_ids, _BLOCK_SIZE_TOKENS, root), num_usable)
+    possible = PossibleHits()
+    for _, num_usable, keys in _prompts(rows):
+        possible.add(keys, num_usable)
     return sum(map(_num_tokens, rows)) - possible.num_blocks * _BLOCK_SIZE_TOKENS
 
 
@@ -108,12 +116,9 @@ def bound_s(rows: Sequence[Arrival], profile: LatencyProfile, num_workers: int) 
 
 def least_s(rows: Sequence[Arrival], profile: LatencyProfile, num_workers: int) -> float:
     """The bound, and the time that prompt tokens take for seeing those before them."""
-    root, block_to_pairs, num_pairs = root_key(CacheScheme("bench", _BLOCK_SIZE_TOKENS)), dict[BlockKey, float](), 0.0
-    for row in rows:
-        num_tokens = _num_tokens(row)
-        num_usable = num_usable_blocks(num_tokens, _BLOCK_SIZE_TOKENS)
-        keys = block_keys(row.token_ids, _BLOCK_SIZE_TOKENS, root)[:num_usable]
-        block_to_pairs |= {key: (index + 0.5) * _BLOCK_SIZE_TOKENS**2 for index, key in enumerate(keys)}
+    block_to_pairs, num_pairs = dict[BlockKey, float](), 0.0
+    for num_tokens, num_usable, keys in _prompts(rows):
+        block_to_pairs |= {key: (index + 0.5) * _BLOCK_SIZE_TOKENS**2 for index, key in enumerate(keys[:num_usable])}
         num_pairs += (num_tokens**2 - (num_usable * _BLOCK_SIZE_TOKENS) ** 2) / 2
     num_pairs += sum(block_to_pairs.values())
     return bound_s(rows, profile, num_workers) + profile.prefill_s_per_token_context * num_pairs / num_workers
