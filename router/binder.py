@@ -38,6 +38,7 @@ _PASSES_PER_MATCH = 8
 """Passes that an answer of the directory about a held request is good for. One is asked about in every fourth pass."""
 _PATIENCE_PREFILLS = 4.0
 """A request that waits for blocks longer than this many mean prefills is not overtaken on its worker any more."""
+
 MatchAll = Callable[[Sequence[BlockKey]], Awaitable[Mapping[WorkerId, Match]]]
 
 

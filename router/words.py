@@ -73,7 +73,7 @@ class Words:
         except KeyError:
             missing = list(dict.fromkeys([word for word in words if word not in table]))
             word_to_packed = self._packed_words(missing)
-            return b"".join([table.get(word) or word_to_packed[word] for word in words])
+            return b"".join([table[word] if word in table else word_to_packed[word] for word in words])
 
     def _packed_words(self, words: Sequence[str]) -> dict[str, bytes]:
         return dict(zip(words, map(pack_tokens, self._encode_all(words)), strict=True))
