@@ -80,6 +80,7 @@ class RequestLog:
             "timestamp_s": round(self._wall_clock() - ago_s, 3),
             "prompt_tokens": request.num_prompt_tokens,
             "output_tokens": trace.num_output_tokens,
+            "max_tokens": request.sampling.max_tokens,
             "block_size": self._block_size_tokens,
             "block_hashes": [key[:_HASH_BYTES].hex() for key in keys],
             "tenant": request.tenant,

@@ -34,6 +34,8 @@ from worker.simulated_host import SimulatedClient, SimulatedHost
 
 _WHOLE_ANSWER_TOKENS = 1 << 30
 """Nobody reads along: what comes between the first token and the end is told with the end."""
+_UNSAID_TOKENS = 1 << 24
+"""More than any context holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,9 @@ class Arrival:
     token_ids: bytes
     """Prompt, as `hashing.pack_tokens` gives it."""
     num_output_tokens: int
+    """Length of the answer, which its engine alone knows."""
+    max_tokens: int | None = None
+    """Most tokens that the request asks for; None: as many as its context leaves."""
     tenant: str = ""
     priority: int = 0
     service_class: ServiceClass = ServiceClass.INTERACTIVE
@@ -153,6 +158,8 @@ class Simulation:
     routers: list[Router] = field(default_factory=list)
     router_to_clients: list[dict[WorkerId, SimulatedClient]] = field(default_factory=list)
     index_to_outcome: dict[int, Outcome] = field(default_factory=dict)
+    request_to_output_tokens: dict[RequestId, int] = field(default_factory=dict)
+    """Lengths of the answers under way."""
     most_held: int = 0
     began_at_s: float = 0.0
 
@@ -201,12 +208,13 @@ class Simulation:
     async def carry(self, index: int, arrival: Arrival, number: int, worker: WorkerId | None = None) -> None:
         """One request, from its arrival to its end, on that worker if one is named."""
         request = RequestId(f"r{index}")
+        self.request_to_output_tokens[request] = arrival.num_output_tokens
         trace = RequestTrace()
         num_output_tokens, error = 0, None
         asked = GenerateRequest(
             request,
             arrival.token_ids,
-            Sampling(max_tokens=arrival.num_output_tokens, temperature=0.0, ignore_eos=True),
+            Sampling(max_tokens=arrival.max_tokens or _UNSAID_TOKENS, temperature=0.0, ignore_eos=True),
             priority=arrival.priority,
             tenant=arrival.tenant,
             service_class=arrival.service_class,
@@ -217,6 +225,7 @@ class Simulation:
                 num_output_tokens += len(generated.token_ids)
         except KvrouteError as failure:
             error = type(failure).__name__
+        del self.request_to_output_tokens[request]
         client = None if trace.worker is None else self.router_to_clients[number].get(trace.worker)
         self.index_to_outcome[index] = Outcome(
             arrived_at_s=trace.received_at_s - self.began_at_s,
@@ -289,6 +298,7 @@ class Simulation:
             lag_s=spec.lag_s,
             status_interval_s=spec.status_interval_s,
             count_resident_blocks=lambda: len(publisher.resident),
+            num_answer_tokens=self.request_to_output_tokens.__getitem__,
         )
         await publisher.start()
         self.workers[worker] = _Worker(engine, host, publisher)

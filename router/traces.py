@@ -44,6 +44,8 @@ class TraceRequest:
     content: bytes
     """The prompt, at least: packed tokens, each of which stands for `tokens_per_id` equal ones."""
     tokens_per_id: int = 1
+    max_tokens: int | None = None
+    """Most that the request asks for; None where nobody knows."""
     tenant: str = ""
     priority: int = 0
     service_class: ServiceClass = ServiceClass.INTERACTIVE
@@ -194,6 +196,7 @@ class _RequestLog:
             "timestamp_s",
             "prompt_tokens",
             "output_tokens",
+            "max_tokens",
             "token_ids",
             "block_hashes",
             "block_size",
@@ -234,6 +237,7 @@ class _RequestLog:
             num_output_tokens,
             content,
             tokens_per_id,
+            max_tokens=_max_tokens(given.get("max_tokens"), num_output_tokens),
             tenant=fields.label(given.get("tenant", ""), "tenant"),
             priority=fields.integer(-(1 << 31), (1 << 31) - 1)(given.get("priority", 0), "priority"),
             service_class=_service_class(given.get("service_class", ServiceClass.INTERACTIVE), "service_class"),
@@ -280,14 +284,26 @@ class _Batch:
         if asked is None and "output_tokens" not in given:
             raise InvalidRequest("the answer's length is not known: give 'output_tokens' or 'body.max_tokens'")
         token_ids = self._tokenise(parsed)
+        num_output_tokens = fields.integer(1, MAX_TOKENS)(given.get("output_tokens", asked), "output_tokens")
         return TraceRequest(
             line,
             fields.number(0, _MAX_TIME_S)(given.get("timestamp_s", 0.0), "timestamp_s"),
             len(token_ids),
-            fields.integer(1, MAX_TOKENS)(given.get("output_tokens", asked), "output_tokens"),
+            num_output_tokens,
             pack_tokens(token_ids),
+            max_tokens=_max_tokens(asked, num_output_tokens),
             priority=parsed.priority,
         )
+
+
+def _max_tokens(asked: Any, num_output_tokens: int) -> int | None:
+    """What a request asks for, if it says so: no answer is longer."""
+    if asked is None:
+        return None
+    max_tokens = int(fields.integer(1, MAX_TOKENS)(asked, "max_tokens"))
+    if num_output_tokens > max_tokens:
+        raise InvalidRequest(f"'output_tokens' is {num_output_tokens}, more than 'max_tokens' {max_tokens}")
+    return max_tokens
 
 
 def _format_of(given: Mapping[str, Any], tokenise: Tokenise | None) -> _Format:

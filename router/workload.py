@@ -37,6 +37,7 @@ class Workload:
                 at_s=at_s,
                 token_ids=request.token_ids(),
                 num_output_tokens=request.num_output_tokens,
+                max_tokens=request.max_tokens,
                 tenant=request.tenant,
                 priority=request.priority,
                 service_class=request.service_class,

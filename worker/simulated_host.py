@@ -12,6 +12,7 @@ import math
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 
 from shared.errors import KvrouteError, Outpaced
 from shared.messages import Delta
@@ -42,6 +43,7 @@ class SimulatedHost:
         lag_s: float,
         status_interval_s: float,
         count_resident_blocks: Callable[[], int],
+        num_answer_tokens: Callable[[RequestId], int],
     ) -> None:
         self.worker = worker
         self.instance = instance
@@ -55,6 +57,7 @@ class SimulatedHost:
         self._phase_s = rng.uniform(0.0, status_interval_s)
         """Statuses go out at this time, and whole intervals later."""
         self._count_resident_blocks = count_resident_blocks
+        self._num_answer_tokens = num_answer_tokens
         self._clients: list[SimulatedClient] = []
         self._backlog = PrefillBacklog()
         self._num_live = 0
@@ -128,7 +131,8 @@ class SimulatedHost:
                 # Routers choose request ids, and two may choose the same: the number makes them differ.
                 RequestId(f"{stream.request}#{self.num_submitted}"),
                 token_ids,
-                sampling,
+                # Where a model would come to its end.
+                replace(sampling, max_tokens=min(sampling.max_tokens, self._num_answer_tokens(stream.request))),
                 stream,
                 salt=salt,
                 adapter=adapter,

@@ -116,6 +116,7 @@ async def test_nothing_of_a_prompt_is_in_the_log(tmp_path: Path) -> None:
         "timestamp_s",
         "prompt_tokens",
         "output_tokens",
+        "max_tokens",
         "block_size",
         "block_hashes",
         "tenant",

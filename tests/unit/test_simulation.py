@@ -138,6 +138,27 @@ def test_an_idle_fleet_holds_nothing_back():
     assert sorted(held_s)[198] < 1e-3
 
 
+def test_how_long_an_answer_gets_decides_nothing_before_it_has_ended():
+    """Routers know what requests ask for at most, here nothing, and the mean of answers that have ended."""
+    asked = [replace(arrival, at_s=0.0) for arrival in arrivals(60, 40.0)]
+    others = [replace(arrival, num_output_tokens=1000 - arrival.num_output_tokens) for arrival in asked]
+    plain, other = (simulate(SPEC, make_policy("cost"), each) for each in (asked, others))
+    first_end_s = min(outcome.finished_at_s or math.inf for result in (plain, other) for outcome in result.outcomes)
+    sent = [
+        [outcome.worker for outcome in result.outcomes if (outcome.bound_at_s or math.inf) < first_end_s]
+        for result in (plain, other)
+    ]
+    assert sent[0] == sent[1]
+    assert len(sent[0]) > 4
+    assert [outcome.num_output_tokens for outcome in other.outcomes] == [a.num_output_tokens for a in others]
+
+
+def test_a_request_gets_no_more_than_it_asks_for():
+    asked = [replace(arrival, max_tokens=5) for arrival in arrivals(20, 40.0)]
+    outcomes = simulate(SPEC, make_policy("cost"), asked).outcomes
+    assert [outcome.num_output_tokens for outcome in outcomes] == [min(5, a.num_output_tokens) for a in asked]
+
+
 def test_a_prompt_that_no_worker_can_hold_is_an_outcome_and_no_end():
     asked = list(arrivals(10, 10.0))
     asked[4] = replace(asked[4], token_ids=pack_tokens(range(20_000)))

@@ -86,6 +86,12 @@ def test_batch_input_is_tokenised_and_its_answers_are_as_long_as_they_may_be_or_
     )
     assert (chat.at_s, unpack_tokens(chat.token_ids()), chat.num_output_tokens) == (0.0, [1, 2, 3], 32)
     assert (tokens.at_s, unpack_tokens(tokens.token_ids()), tokens.num_output_tokens) == (4.0, [9, 9], 2)
+    assert (chat.max_tokens, tokens.max_tokens) == (32, 4)
+
+
+def test_what_a_request_asked_for_is_known_where_a_log_says_so():
+    asked, unsaid = parsed(logged(output_tokens=3, max_tokens=50), logged(output_tokens=3))
+    assert [(one.num_output_tokens, one.max_tokens) for one in (asked, unsaid)] == [(3, 50), (3, None)]
 
 
 def test_blank_lines_are_counted_and_a_byte_order_mark_is_not_read():
@@ -120,6 +126,8 @@ def test_blank_lines_are_counted_and_a_byte_order_mark_is_not_read():
         ([{"hash_ids": [1], "input_length": 5, "output_length": 1}], ["line 1", "'timestamp'"]),
         ([logged(-0.5)], ["line 1", "'timestamp_s'", "-0.5"]),
         ([logged(service_class="bulk")], ["line 1", "'service_class' is 'bulk'", "'interactive', 'batch'"]),
+        ([logged(output_tokens=9, max_tokens=8)], ["line 1", "'output_tokens' is 9", "'max_tokens' 8"]),
+        ([logged(max_tokens=0)], ["line 1", "'max_tokens'", "0"]),
         ([logged(2), logged(-1)], ["line 2", "'timestamp_s'", "-1"]),
         ([logged(prompt_tokens=64)], ["line 1", "64 has 1 full blocks", "there are 2"]),
         ([logged(block_size=0)], ["line 1", "'block_size'", "0"]),
