@@ -8,8 +8,7 @@ serves when saturated. Several routers see the fleet 100 ms late. Prompts are cu
 within its tick of 3 s a request of Mooncake's trace arrives and all that policies draw; of a made-up trace it draws the
 trace as well. All policies get the same arrivals and the same eviction rule.
 
-A request of a trace asks for as many tokens as it got, so that a policy that minds what a request asks for knows how
-long a short answer will be; `cost` does, in the order of held requests and in the blocks that it expects them to need.
+No policy knows how long an answer will be: requests of these traces do not say what they asked for.
 
 Without `--proof` a short part runs, with peers as they come. Runs that stand in `--results` are not run again; those of
 other code are told of, and stay until the file is removed. All figures are simulated, the same on every machine.
