@@ -1,12 +1,12 @@
 """Compares untuned kvroute with tuned peers on simulated fleets: `python -m tests.bench.bench_routing`.
 
 Sixteen 13B workers. Each peer's knobs are tried on the first requests of a trace, for each cache, number of routers and
-load anew: every value on a quarter of them, the best few of each peer on all. The values with the least mean TTFT are
-measured on the next requests, which nobody was tuned on. The first seed measures every peer, as it comes and as tuned;
-the other seeds measure the tuned peers that came near the best one. Load is the rate of arrivals over what round robin
-serves when saturated. Several routers see the fleet 100 ms late. Prompts are cut to 16,384 tokens. A seed draws where
-within its tick of 3 s a request of Mooncake's trace arrives and all that policies draw; of a made-up trace it draws the
-trace as well. All policies get the same arrivals and the same eviction rule.
+load anew: every value on a quarter of them, the best few of each peer on all, and all that hold requests. The values
+with the least mean TTFT are measured on the next requests, which nobody was tuned on. The first seed measures every
+peer, as it comes and as tuned; the other seeds measure the tuned peers that came near the best one. Load is the rate of
+arrivals over what round robin serves when saturated. Several routers see the fleet 100 ms late. Prompts are cut to
+16,384 tokens. A seed draws where within its tick of 3 s a request of Mooncake's trace arrives and all that policies
+draw; of a made-up trace it draws the trace as well. All policies get the same arrivals and the same eviction rule.
 
 No policy knows how long an answer will be: requests of these traces do not say what they asked for.
 
@@ -26,6 +26,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
+from router.policies import make_policy
 from router.tables import table
 from tests.support.routing_runs import (
     MOONCAKE,
@@ -159,9 +160,10 @@ class Comparison:
         )
 
     def _finalists(self, cell: Cell, peer: str) -> list[str]:
-        """The values that did best in the first tuning, the best first."""
+        """The values that did best in the first tuning, and those that hold requests: queues fill later than that."""
         found = sorted(grid(peer), key=lambda text: self._ttft_s(self._tuning_run(cell, text, is_final=False)))
-        return found[:NUM_FINALISTS]
+        holding = [text for text in found[NUM_FINALISTS:] if make_policy(text).is_late_binding]
+        return [*found[:NUM_FINALISTS], *holding]
 
     def _contenders(self, cell: Cell) -> list[str]:
         """The peers that, as tuned, come near the best one on the first seed."""

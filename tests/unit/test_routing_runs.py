@@ -73,6 +73,16 @@ def test_peers_are_tuned_in_two_rounds_and_measured_on_other_requests_near_ones_
     assert BEST in rows_text([row], is_tuned=True)  # type: ignore[list-item]
 
 
+def test_values_that_hold_requests_are_tried_on_all_of_them_since_their_queues_fill_late(tmp_path: Path):
+    executor, results = Executor(), Results(tmp_path / "r.jsonl")
+    dynamo = Comparison(results, peers=("dynamo",), seeds=(0,), num_requests=8, is_tuned=True)
+    list(compare(dynamo, [CELL], [], lambda runs: run_all(runs, results, 1, lambda line: None, executor)))
+    tried = {run.policy for run, _ in executor.asked if run.half == "tune" and run.num_requests == 8 and run.load}
+    holding = {text for text in grid("dynamo") if "queue_threshold" in text}
+    assert len(holding) == 8
+    assert tried == holding | set(grid("dynamo")[:3])
+
+
 def test_stopped_benchmark_goes_on_where_it_was_and_a_torn_line_is_run_again(tmp_path: Path):
     path, first = tmp_path / "r.jsonl", Executor(most=20)
     with pytest.raises(InterruptedError):
