@@ -381,8 +381,8 @@ class Binder:
                 return place
             return sum(other.ordinal < held.ordinal for other in self._table.sharing(held.keys, depth))
 
-        # Policies that never hold anybody spread a burst as they like.
-        is_limited = self._policy.is_late_binding
+        # Policies that never hold anybody spread a burst as they like, and so does whoever names the worker.
+        is_limited = self._policy.is_late_binding and held.request.worker is None
         return self._credit.row(held.request, held.keys, held.worker_to_match, num_before if is_limited else None)
 
     def _ask_again(self, rows: Ints) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from router.chain_marks import chain_marks
 from router.credit import NOTHING_UNDER_WAY, Credited, UnderWay
 from router.policies.base import Flags, Floats, Hashes, Ints, Requests
 from router.requests import GenerateRequest
@@ -184,7 +185,7 @@ class HeldTable:
     def sharing(self, keys: Sequence[BlockKey], depth: int) -> list[Held]:
         """Who has the chain's block at `depth`, hence all before it, too; nobody who is bound. Modifies the index."""
         for held in self._unindexed:
-            for key in _marks(held.keys):
+            for key in chain_marks(held.keys):
                 self._key_to_sharing.setdefault(key, set()).add(held)
         self._unindexed.clear()
         mark = 1 << (depth.bit_length() - 1) if depth else 0
@@ -196,7 +197,7 @@ class HeldTable:
         if held in self._unindexed:
             del self._unindexed[held]
             return
-        for key in _marks(held.keys):
+        for key in chain_marks(held.keys):
             sharing = self._key_to_sharing.get(key)
             if sharing is not None:
                 sharing.discard(held)
@@ -277,14 +278,6 @@ class HeldTable:
             self._waits_for,
             self._matched_tokens,
         )
-
-
-def _marks(keys: Sequence[BlockKey]) -> Iterator[BlockKey]:
-    """Keys at depth 0 and at all powers of two."""
-    depth = 0
-    while depth < len(keys):
-        yield keys[depth]
-        depth = depth * 2 or 1
 
 
 def _largest(rows: Ints, values: Floats | Ints, limit: int) -> Ints:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from router.admission import Admission
+from router.answer_lengths import AnswerLengths
 from router.binder import Binder, MatchAll, Placement
 from router.credit import prefix_hash
 from router.fleet import Fleet
@@ -53,6 +54,7 @@ class HoldQueue:
         self._shares = Shares(tenant_to_weight or {})
         self._admission = Admission(max_held, self._shares, clock)
         self._means = Means()
+        self._answer_lengths = AnswerLengths()
         self._binder = Binder(
             policy,
             fleet,
@@ -131,7 +133,7 @@ class HoldQueue:
         if self._is_closed:
             raise NoWorker("the router is closing")
         self.check_context(request)
-        expected_output_tokens = self._expected_output_tokens(request)
+        expected_output_tokens = self._expected_output_tokens(request, keys)
         num_tokens = request.num_prompt_tokens + expected_output_tokens
         held = Held(
             request,
@@ -184,6 +186,7 @@ class HoldQueue:
     def note_finished(self, placement: Placement, num_output_tokens: int) -> None:
         """Let a finished request's length count: in the demand of later ones, and in what its tenant has had."""
         self._means.note_finished(num_output_tokens)
+        self._answer_lengths.note(placement.promise.keys, num_output_tokens)
         self._shares.correct(placement.request, placement.expected_output_tokens, num_output_tokens)
 
     def note_refused(self, placement: Placement) -> None:
@@ -213,8 +216,9 @@ class HoldQueue:
             # If its own task is being cancelled, nobody else will look.
             loser.placed.exception()
 
-    def _expected_output_tokens(self, request: GenerateRequest) -> int:
-        return min(request.sampling.max_tokens, round(self._means.output_tokens))
+    def _expected_output_tokens(self, request: GenerateRequest, keys: Sequence[BlockKey]) -> int:
+        likely_tokens = self._answer_lengths.expected_tokens(keys, self._means.output_tokens)
+        return min(request.sampling.max_tokens, max(1, round(likely_tokens)))
 
 
 def _is_bound(placed: asyncio.Future[Placement]) -> bool:

@@ -40,7 +40,7 @@ class CostWeights:
     worker full of long answers while others stand idle, and a large one for blocks that are free elsewhere."""
     patience: float = 0.03
     """Of several routers, the one whose request has waited longer gets ahead by this share of its age."""
-    longest_wait: float = 2.75
+    longest_wait: float = 2.1
     """Short requests overtake others until these have waited so many times as long as all that is held takes."""
 
 

@@ -1,0 +1,15 @@
+"""The few blocks of a prompt's chain by which prompts with a common beginning find each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from shared.types import BlockKey
+
+
+def chain_marks(keys: Sequence[BlockKey]) -> Iterator[BlockKey]:
+    """Keys at depth 0 and at all powers of two: few even of the longest prompt."""
+    depth = 0
+    while depth < len(keys):
+        yield keys[depth]
+        depth = depth * 2 or 1
