@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NoReturn
 
+from shared.telemetry import Readings
+
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
@@ -64,6 +66,8 @@ class Skeletons:
         self._lock = threading.Lock()
         self.why_off = why_off
         """Why nothing is kept; `None` while something is."""
+        if why_off is not None:
+            logger.debug("the chat template is run for each conversation: %s", why_off)
 
     def find(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Written | None:
         """The conversation as the template writes it, where its form is known."""
@@ -89,6 +93,15 @@ class Skeletons:
         """Have the template write a text, too, and keep nothing any more, loudly, where it is another one. Modifies."""
         if written.conversation is not None and self._render(*written.conversation) != written.text:
             self._turn_off()
+
+    def expose(self, readings: Readings) -> None:
+        """Have it told as a metric whether anything is kept."""
+        readings.add_gauge(
+            "kvroute_chat_skeletons_on",
+            "1 while conversations of a known form are written without running the chat template; 0 where the template "
+            "forbids it or a comparison failed.",
+            lambda: self.why_off is None,
+        )
 
     def _turn_off(self) -> None:
         if self.why_off is None:

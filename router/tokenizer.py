@@ -256,6 +256,7 @@ class Tokenizer:
     def expose(self, readings: Readings) -> None:
         """Have what is counted here told as metrics."""
         self.segments.expose(readings)
+        self.skeletons.expose(readings)
         readings.add_gauge(
             "kvroute_tokenizer_borrowed",
             "1 where the router has no tokenizer of its own that it can use, and works with a copy of a worker's.",

@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from router.skeletons import Message, Skeletons, Written
 from router.template_doubts import template_doubt
 from router.tokenizer import Tokenizer
+from shared.telemetry import Metrics
 from tests.support.tokenizers import CHAT_TEMPLATE, write_model_folder
 
 # After those of the families that they are named for, with all that these do with texts.
@@ -241,15 +242,18 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
 
 def test_conversation_that_differs_from_its_form_turns_forms_off_loudly(caplog: pytest.LogCaptureFixture) -> None:
     template = Template(CHAT_TEMPLATE)
+    metrics = Metrics()
+    template.skeletons.expose(metrics)
     template.write(conversation(["a"]))
     written = template.write(conversation(["b"]))
     template.skeletons.compare(written)
-    assert template.skeletons.why_off is None
+    assert b"kvroute_chat_skeletons_on 1.0" in metrics.render()
     template.source = "{{ 'another' }}"
     with caplog.at_level(logging.ERROR, "router"):
         template.skeletons.compare(written)
         template.skeletons.compare(written)
     assert len(caplog.records) == 1
+    assert b"kvroute_chat_skeletons_on 0.0" in metrics.render()
     assert template.write(conversation(["b"])) == Written("another")
 
 
