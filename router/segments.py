@@ -83,12 +83,15 @@ class Segments:
         """Whether texts are cut at all."""
         return self.why_off is None
 
-    def look_up(self, text: str, salt: str = "") -> Lookup:
-        """Cut a text and find what is known of it. Modifies the order of what is thrown out."""
+    def look_up(self, text: str, salt: str = "", marks: Sequence[int] | None = None) -> Lookup:
+        """Cut a text and find what is known of it. Modifies the order of what is thrown out.
+
+        `marks` are where special tokens begin that are cut at, where somebody knows that.
+        """
         # Read once: another thread may turn it off meanwhile, which must not keep some pieces and cut others.
         if not self.is_on:
             return Lookup([text], [None], salt, len(text))
-        lookup = Lookup(self._cuts.pieces(text), [], salt, 0)
+        lookup = Lookup(self._cuts.pieces(text, marks), [], salt, 0)
         lookup.packed = [None] * len(lookup.pieces)
         self._find(lookup, range(len(lookup.pieces)))
         lookup.missing_chars = sum(

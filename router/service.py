@@ -248,15 +248,18 @@ class Router:
 
     async def _place(self, request: GenerateRequest, keys: Sequence[BlockKey], trace: RequestTrace) -> Placement:
         """Wait for a worker, for as long as the request's deadline leaves."""
+        placing = self.queue.place(
+            request,
+            keys,
+            frozenset(trace.failed_workers),
+            trace.received_at_s,
+            is_again=trace.num_attempts + trace.num_refusals > 0,
+        )
+        if request.deadline_at_s is None:
+            return await placing
         try:
             async with asyncio.timeout_at(request.deadline_at_s):
-                return await self.queue.place(
-                    request,
-                    keys,
-                    frozenset(trace.failed_workers),
-                    trace.received_at_s,
-                    is_again=trace.num_attempts + trace.num_refusals > 0,
-                )
+                return await placing
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while it waited for a worker") from None
 

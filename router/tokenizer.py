@@ -21,6 +21,8 @@ import numpy as np
 from router.cuts import Cuts, prove_cuts
 from router.detokenizer import CONTEXT_TOKENS, Detokenizer
 from router.segments import Lookup, Segments
+from router.skeletons import Message, Skeletons, Written
+from router.template_doubts import template_doubt
 from router.words import Words, prove_words
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import TOKEN_SIZE_BYTES, pack_tokens, tokenizer_fingerprint, unpack_tokens
@@ -33,7 +35,6 @@ __all__ = ["THREAD_THRESHOLD_CHARS", "Detokenizer", "Message", "Tokenizer"]
 
 logger = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
 _Result = TypeVar("_Result")
 
 THREAD_THRESHOLD_CHARS = 8192
@@ -98,6 +99,10 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenise")
         written = self._written_by_template()
         cuts = self._proven_cuts("".join(written))
+        # Some models have one for each purpose, under names.
+        template = loaded.chat_template if isinstance(loaded.chat_template, str) else None
+        why_off = "there is not one chat template" if template is None else template_doubt(template)
+        self.skeletons = Skeletons(self._rendered, cuts.marks, why_off=why_off)
         words: Words | None = None
         if cuts.is_any:
             words = prove_words(raw, self._encode_all, random.Random(_PROOF_SEED), common_texts=written)
@@ -120,6 +125,22 @@ class Tokenizer:
         Raises:
             InvalidRequest: there is no template, or it cannot render these messages; says why.
         """
+        return self._written(messages, tools, add_generation_prompt).text
+
+    def _written(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
+    ) -> Written:
+        if tools:
+            return Written(self._rendered(messages, add_generation_prompt, tools))
+        found = self.skeletons.find(messages, add_generation_prompt=add_generation_prompt)
+        return found or self.skeletons.write(messages, add_generation_prompt=add_generation_prompt)
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         if self._render is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions instead", param="messages")
         try:
@@ -145,15 +166,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """Token ids of `chat_text`. Raises `InvalidRequest` as it does."""
-        return unpack_tokens(
-            self._tokens_of_text(
-                self.chat_text(messages, tools, add_generation_prompt=add_generation_prompt), "messages"
-            )
-        )
+        return unpack_tokens(self._tokens_of_text(self._written(messages, tools, add_generation_prompt), "messages"))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer puts around one."""
-        return unpack_tokens(self._tokens_of_text(text, "prompt"))
+        return unpack_tokens(self._tokens_of_text(Written(text), "prompt"))
 
     async def tokens_of(
         self,
@@ -178,17 +195,23 @@ class Tokenizer:
         if subject is None:
             raise TypeError("neither messages nor a prompt")
         param = "messages" if prompt is None else "prompt"
+        written: Written | None = None
+        if isinstance(subject, str):
+            written = Written(subject)
+        elif not tools:
+            written = self.skeletons.find(subject, add_generation_prompt=True)
+        num_chars = _num_chars(messages or (), tools) if written is None else len(written.text)
 
-        def render() -> str:
-            return subject if isinstance(subject, str) else self.chat_text(subject, tools)
+        def write() -> Written:
+            return written or self._written(messages or (), tools, True)
 
-        if _num_chars(subject, tools) > _RENDER_THRESHOLD_CHARS:
-            return await self._in_thread(lambda given_up: self._tokens_of_text(render(), param, salt, given_up))
-        text = render()
-        lookup = self.segments.look_up(text, salt)
+        if num_chars > _RENDER_THRESHOLD_CHARS:
+            return await self._in_thread(lambda given_up: self._tokens_of_text(write(), param, salt, given_up))
+        written = write()
+        lookup = self.segments.look_up(written.text, salt, written.marks)
         if lookup.missing_chars <= THREAD_THRESHOLD_CHARS:
-            return self._tokens_of_text(text, param, salt, lookup=lookup)
-        return await self._in_thread(lambda given_up: self._tokens_of_text(text, param, salt, given_up, lookup))
+            return self._tokens_of_text(written, param, salt, lookup=lookup)
+        return await self._in_thread(lambda given_up: self._tokens_of_text(write(), param, salt, given_up, lookup))
 
     async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """`render_chat` that keeps the event loop free."""
@@ -233,6 +256,7 @@ class Tokenizer:
     def expose(self, readings: Readings) -> None:
         """Have what is counted here told as metrics."""
         self.segments.expose(readings)
+        self.skeletons.expose(readings)
         readings.add_gauge(
             "kvroute_tokenizer_borrowed",
             "1 where the router has no tokenizer of its own that it can use, and works with a copy of a worker's.",
@@ -241,7 +265,7 @@ class Tokenizer:
 
     def _tokens_of_text(
         self,
-        text: str,
+        written: Written,
         param: str,
         salt: str = "",
         is_given_up: Callable[[], bool] | None = None,
@@ -249,15 +273,20 @@ class Tokenizer:
     ) -> bytes:
         """Packed token ids of a rendered conversation or a plain prompt; `lookup` is what is known of it already."""
         try:
-            packed = self.segments.complete(lookup or self.segments.look_up(text, salt), is_given_up)
+            lookup = lookup or self.segments.look_up(written.text, salt, written.marks)
+            packed = self.segments.complete(lookup, is_given_up)
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest(f"{param} holds text that is not Unicode: {_first_line(error)}", param=param) from None
         if self._rng is not None and self.segments.is_on and self._rng.random() < _COMPARED_SHARE:
-            self._pool.submit(self.segments.compare, text, packed)
+            self._pool.submit(self._compare, written, packed)
         if param == "messages":
             return packed
         before, after = self._around
         return before + packed + after
+
+    def _compare(self, written: Written, packed: bytes) -> None:
+        self.skeletons.compare(written)
+        self.segments.compare(written.text, packed)
 
     def _checked(self, token_ids: Sequence[int]) -> bytes:
         try:
@@ -295,7 +324,7 @@ class Tokenizer:
         written = []
         for roles in _PROBE_ROLES:
             with contextlib.suppress(InvalidRequest):
-                written.append(self.chat_text([{"role": role, "content": "x"} for role in roles]))
+                written.append(self._rendered([{"role": role, "content": "x"} for role in roles]))
         return written
 
     def _proven_cuts(self, written: str) -> Cuts:
@@ -331,12 +360,10 @@ class Tokenizer:
         return dict(message)
 
 
-def _num_chars(subject: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
+def _num_chars(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
     """About how much work it is to render and cut this."""
-    if isinstance(subject, str):
-        return len(subject)
-    text_chars = sum(map(_text_chars, subject))
-    return text_chars + _CHARS_PER_MESSAGE * (len(subject) + len(tools or ())) + (_text_chars(tools) if tools else 0)
+    text_chars = sum(map(_text_chars, messages))
+    return text_chars + _CHARS_PER_MESSAGE * (len(messages) + len(tools or ())) + (_text_chars(tools) if tools else 0)
 
 
 def _text_chars(value: Any) -> int:

@@ -71,8 +71,7 @@ class Words:
         try:
             return b"".join(map(table.__getitem__, words))
         except KeyError:
-            missing = list(dict.fromkeys([word for word in words if word not in table]))
-            word_to_packed = self._packed_words(missing)
+            word_to_packed = self._packed_words(list(set(words).difference(table)))
             return b"".join([table[word] if word in table else word_to_packed[word] for word in words])
 
     def _packed_words(self, words: Sequence[str]) -> dict[str, bytes]:
@@ -82,7 +81,7 @@ class Words:
 def prove_words(
     raw: RawTokenizer, encode_all: EncodeAll, rng: random.Random, *, common_texts: Iterable[str] = ()
 ) -> Words | None:
-    """The table of this tokenizer, tried on random texts; None where it is of another kind. Takes under a second.
+    """The table of this tokenizer, tried on random texts; None where it is of another kind. Takes about a second.
 
     Words of `common_texts` are in it, too: that is for what a chat template writes into each prompt.
     """
@@ -116,11 +115,10 @@ def find_words(raw: RawTokenizer, encode_all: EncodeAll) -> Words | None:
     ]
     word_to_packed: dict[str, bytes] = {token["content"]: pack_tokens([token["id"]]) for token in added}
     words = re.compile(word_pattern, re.ASCII)
-    of_vocabulary = [
-        text
-        for piece in told["model"]["vocab"]
-        if (text := _text_of(piece)) is not None and text not in word_to_packed and words.findall(text) == [text]
-    ]
+    texts = {text for piece in told["model"]["vocab"] if (text := _text_of(piece)) is not None}
+    # Vocabularies have most words with the space before them alone; at the beginning of a line there is none.
+    texts |= {text[1:] for text in texts if text[:1] == " "}
+    of_vocabulary = [text for text in sorted(texts - word_to_packed.keys()) if words.findall(text) == [text]]
     # Merges need not lead to each piece of a vocabulary.
     word_to_packed |= zip(of_vocabulary, map(pack_tokens, encode_all(of_vocabulary)), strict=True)
     return Words(re.compile(f"({'|'.join(atoms)})" if atoms else "((?!))"), words, word_to_packed, encode_all)

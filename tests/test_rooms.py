@@ -136,7 +136,6 @@ IMPORT_NAME = {
 NOT_IMPORTED = {
     "hiredis": "redis-py uses it where it is installed",
     "httptools": "uvicorn uses it by name",
-    "jinja2": "transformers renders chat templates with it",
     "mypy": "a command",
     "playwright": "browser tests import it where it is installed",
     "pytest-asyncio": "a plugin",

@@ -19,6 +19,7 @@ from shared.transport.pulse import Pulse
 from shared.transport.session import RequestKey
 from shared.transport.stream import Stream
 from shared.types import Instance, RequestId, RouterId, Sampling, WorkerId, WorkerInfo, WorkerStatus
+from shared.wire import MAX_MESSAGE_BYTES, decode_record, encode_record
 
 _logger = logging.getLogger(__name__)
 
@@ -392,9 +393,12 @@ def _encoded(submit: Submit) -> bytes:
     """
     try:
         raw = encode(submit)
-        decode(raw)
+        # Beside it there are texts and whole numbers alone, which can be read once they could be written.
+        decode_record(Sampling, encode_record(submit.sampling))
     except (ProtocolError, TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"the request cannot be sent: {error}") from error
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise InvalidRequest(f"the request cannot be sent: {len(raw)} bytes are over the limit of {MAX_MESSAGE_BYTES}")
     return raw
 
 

@@ -63,8 +63,15 @@ def test_short_texts_between_marks_share_a_piece() -> None:
     assert cuts.pieces("") == []
 
 
+def test_text_whose_marks_are_told_is_cut_at_those_alone() -> None:
+    cuts = replace(find_cuts(byte_level_tokenizer(), MARKS), piece_chars=4)
+    text = "<|im_start|>a<|im_end|>\n<|im_start|>b"
+    assert cuts.pieces(text, [0, 24]) == ["<|im_start|>a<|im_end|>\n", "<|im_start|>b"]
+    assert cuts.pieces(text, []) == [text]
+
+
 def test_text_that_begins_alike_has_pieces_in_common(llama_2: str) -> None:
-    cuts = find_cuts(Tokenizer.from_str(llama_2), ["<s>", "</s>"])
+    cuts = replace(find_cuts(Tokenizer.from_str(llama_2), ["<s>", "</s>"]), piece_chars=1024)
     text = "<s>[INST] " + words_of()
     longer = cuts.pieces(text + " and a question")
     assert cuts.pieces(text)[:-1] == longer[: len(cuts.pieces(text)) - 1]

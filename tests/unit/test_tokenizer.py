@@ -152,9 +152,11 @@ async def test_very_long_conversation_is_rendered_in_a_thread(
         return render(*args, **options)
 
     monkeypatch.setattr(tokenizer, "_render", watched)
-    await tokenizer.tokens_of(messages=user("x"))
-    await tokenizer.tokens_of(messages=user("x" * 200_000))
-    await tokenizer.tokens_of(messages=user("x") * 1_000)
+    # What has a name is rendered each time.
+    named = {"role": "user", "content": "x", "name": "ann"}
+    await tokenizer.tokens_of(messages=[named])
+    await tokenizer.tokens_of(messages=[{**named, "content": "x" * 200_000}])
+    await tokenizer.tokens_of(messages=[named] * 1_000)
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": ["x" * 200_000]}}}
     await tokenizer.tokens_of(messages=[*user("x"), {"role": "assistant", "content": "", "tool_calls": [call]}])
     tool = {"type": "function", "function": {"name": "f", "description": "x" * 200_000}}
