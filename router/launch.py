@@ -71,6 +71,7 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
             store = stack.enter_context(
                 EmbeddedStore(environment=process_environment(marker), host=store_host(settings), is_kept=True)
             )
+            stack.callback(asyncio.create_task(store.watch(say), name="store-watch").cancel)
         redis_url = store.url if store is not None else settings.redis_url
         secret = secrets.token_bytes(32)
         tag = runfile.worker_tag(marker, settings.model_dump())
