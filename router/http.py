@@ -35,6 +35,7 @@ from router.http_call import (
 from router.http_files import FilesApi
 from router.keys import ANYBODY, UNLIMITED, Allowance, Caller, KeyRing
 from router.openai import Endpoint, ParsedRequest, completion_body, parse_request
+from router.readiness import Readiness
 from router.service import Router
 from router.tokenizer import Tokenizer
 from shared import __version__
@@ -49,10 +50,6 @@ _EVENTS: Sequence[Header] = (
     (b"x-accel-buffering", b"no"),
 )
 _METRICS: Sequence[Header] = ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)
-_NO_WORKER_RETRY_S = 2.0
-_COMING_STATES = ("ready", "silent", "resting", "away")
-_STATE_S = 0.1
-"""How long a look at the workers' states is good for: to take one costs as much as a small request."""
 _DRAINING_RETRY_S = 1.0
 """By then a balancer has noticed, and another server answers."""
 
@@ -69,6 +66,8 @@ class Backend:
     state_to_count: Callable[[], Mapping[str, int]]
     """Workers by state, as `Fleet` tells them."""
     render_metrics: Callable[[], bytes]
+    note_failure: Callable[[str], None]
+    """Counts a request that gets no further than the front, by its error's code."""
     has_reasoning: bool = False
     """Whether workers tell a chat's reasoning from its content."""
 
@@ -92,6 +91,7 @@ class Backend:
             policy=policy,
             state_to_count=router.fleet.state_to_count,
             render_metrics=router.render_metrics,
+            note_failure=router.metrics.note_failure,
             has_reasoning=has_reasoning,
         )
 
@@ -140,7 +140,7 @@ class Front:
         self._all_metrics = all_metrics
         self._files_api = files_api
         self._is_cut = False
-        self._has_workers_until_s = 0.0
+        self._readiness = Readiness(backend.state_to_count, backend.note_failure, asyncio.get_running_loop().time)
         self._under_way: set[asyncio.Task[None]] = set()
         self._backend = backend
         self._policy = backend.policy.encode()
@@ -252,7 +252,7 @@ class Front:
 
     async def _answer(self, call: Call, caller: Caller, parsed: ParsedRequest) -> None:
         accepted_at_s = asyncio.get_running_loop().time()
-        self._check_workers()
+        self._readiness.check()
         backend = self._backend
         kind = "chatcmpl" if parsed.endpoint is Endpoint.CHAT else "cmpl"
         name = f"{kind}-{self._name}-{next(self._numbers):x}"
@@ -323,16 +323,6 @@ class Front:
             (b"x-kvroute-matched-tokens", b"%d" % trace.matched_tokens),
             (b"x-kvroute-queue-ms", b"%.1f" % (1e3 * waited_s)),
         ]
-
-    def _check_workers(self) -> None:
-        """Raise where there is nobody to wait for. Workers that rest, reconnect or hang are waited for."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s < self._has_workers_until_s:
-            return
-        state_to_count = self._backend.state_to_count()
-        if not any(state_to_count[state] for state in _COMING_STATES):
-            raise NoWorker("no worker is ready", retry_after_s=_NO_WORKER_RETRY_S)
-        self._has_workers_until_s = now_s + _STATE_S
 
     async def _models(self, call: Call, caller: Caller, allowance: Allowance) -> None:
         await call.respond_json({"object": "list", "data": [self._model_body()]})

@@ -20,6 +20,7 @@ from shared.errors import (
     Forbidden,
     InvalidRequest,
     KvrouteError,
+    NoWorker,
     Overloaded,
     RequestTimeout,
     Unauthorized,
@@ -268,11 +269,11 @@ class WhileConnected:
 
 
 def log_failure(call: Call, error: BaseException) -> None:
-    """Tell of an error that a request ended with: loud where it is ours."""
+    """Tell of an error that a request ended with: loud where it is ours, and speaks of this request alone."""
     name = call.request_id.decode()
     if not isinstance(error, KvrouteError):
         logger.error("request %s: internal error", name, exc_info=error)
-    elif status_of(error) >= 500 and not isinstance(error, Overloaded):
+    elif status_of(error) >= 500 and not isinstance(error, (NoWorker, Overloaded)):
         logger.warning("request %s failed: %s", name, error)
     else:
         logger.debug("request %s refused: %s", name, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,10 +50,11 @@ def make_front(
     fleet: Fleet | None = None,
     max_model_len_tokens: int = CONTEXT_TOKENS,
     metrics: bytes = b"# no metrics\n",
+    failures: Counter[str] | None = None,
     has_reasoning: bool = False,
     **options: Any,
 ) -> Front:
-    """A front whose answers come from `generate`."""
+    """A front whose answers come from `generate`; it counts what it refuses in `failures`."""
     fleet = fleet or Fleet()
     backend = Backend(
         model=MODEL,
@@ -62,6 +64,7 @@ def make_front(
         policy="cost",
         state_to_count=lambda: fleet.state_to_count,
         render_metrics=lambda: metrics,
+        note_failure=lambda code: (Counter() if failures is None else failures).update([code]),
         has_reasoning=has_reasoning,
     )
     clock = asyncio.get_running_loop().time

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -52,7 +53,10 @@ def test_everything_is_free_within_a_second_after_a_client_has_left(
     async def scenario() -> None:
         async with rack(0 if when == "while-held" else 2, **SLOW) as workers, workers.router() as router:
             front = Front(
-                Backend(MODEL, 512, tokenizer, router.generate, "cost", lambda: {"ready": 1}, router.render_metrics),
+                replace(
+                    Backend.over(router, tokenizer, MODEL, 512, "cost"),
+                    state_to_count=lambda: {"ready": 1},
+                ),
                 KeyRing([], asyncio.get_running_loop().time),
                 name="test",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -340,6 +341,29 @@ async def test_no_worker_is_told_at_once_and_workers_that_come_back_are_waited_f
     fleet.state_to_count["ready"] = 1
     ready = await ask(front, "/ready")
     assert (ready.status, ready.json["is_ready"]) == (200, True)
+
+
+async def test_requests_refused_for_want_of_workers_are_counted_and_told_once(
+    fake: FakeGenerate, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = Fleet(dict.fromkeys(STATES, 0))
+    failures: Counter[str] = Counter()
+    front = make_front(fake, tokenizer, fleet=fleet, failures=failures)
+    for num_refused in (3, 2):
+        for _ in range(num_refused):
+            assert (await ask(front, CHAT, chat())).status == 503
+        fleet.state_to_count["ready"] = 1
+        assert (await ask(front, CHAT, chat())).status == 200
+        fleet.state_to_count["ready"] = 0
+        # Until what was seen is seen anew.
+        while (await ask(front, CHAT, chat())).status == 200:
+            await asyncio.sleep(0.01)
+    told = [record.getMessage() for record in caplog.records]
+    loss = "no worker is ready: requests are refused with status 503 until one is"
+    assert [line.partition(" after ")[0] for line in told] == [loss, "there are workers again"] * 2 + [loss]
+    # The refusal that ended a round counts with those of the next.
+    assert [line.partition("; ")[2] for line in told[1::2]] == ["3 requests were refused", "3 requests were refused"]
+    assert failures == {"service_unavailable": 7}
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
