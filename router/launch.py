@@ -22,6 +22,7 @@ from router import cluster, runfile
 from router.borrowed_tokenizer import fetch_from_workers, usable_tokenizer
 from router.placement import WorkerResources
 from router.plan import download_config
+from router.request_log import check_request_log
 from router.serving import Say, Serving, enter_router
 from shared.config import Settings
 from shared.directory import connect_directory
@@ -52,6 +53,8 @@ class _OwnWorkers(Container[WorkerId]):
 async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
     """Start everything that `settings` does not name, serve, and stop it again however this ends."""
     await check_given_store(settings)
+    if settings.request_log is not None:
+        await check_request_log(settings.request_log)
     model_folder = await prepare_model_folder(settings, say)
     marker = runfile.new_marker()
     async with contextlib.AsyncExitStack() as stack:

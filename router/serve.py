@@ -26,7 +26,7 @@ from router.http_files import FilesApi
 from router.http_server import is_loopback, listen, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
 from router.planned_run import view_of
-from router.request_log import log_of_process
+from router.request_log import check_request_log, log_of_process
 from router.serve_dashboard import dashboard_of, words_of
 from router.serving import Say, Serving, url_of
 from router.sibling_metrics import all_metrics
@@ -51,11 +51,14 @@ async def run_serve(
     """Serve over what `entering` gives, in so many processes, until told to end; whether that was by Ctrl-C.
 
     Raises:
-        ConfigError: the address, the keys or the files' folder is wrong; nothing has been started then.
+        ConfigError: the address, the keys, a log or the files' folder is wrong; nothing has been started then.
     """
     entries = await asyncio.to_thread(read_keys, settings)
     _check_exposure(settings, say)
     files = await asyncio.to_thread(open_files, settings)
+    if settings.request_log is not None:
+        for number in range(num_routers):
+            await check_request_log(log_of_process(settings.request_log, number))
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(listen(settings.host, settings.port, is_shared=num_routers > 1))
         port = listener.getsockname()[1]
