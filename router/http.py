@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -132,13 +132,18 @@ class Front:
         mounts: Mapping[str, App] | None = None,
         all_metrics: Callable[[], Awaitable[bytes]] | None = None,
         files_api: FilesApi | None = None,
+        own_hosts: Container[str] | None = None,
     ) -> None:
-        """`name` keeps the ids of this front's answers apart from those of others; `all_metrics` tells of them all."""
+        """`name` keeps the ids of this front's answers apart from those of others; `all_metrics` tells of them all.
+
+        `own_hosts` are the names of this host, where requests for others are refused.
+        """
         self.limits = limits or Limits()
         self.is_draining = False
         """Whether new work is refused, so that what is under way can end."""
         self._all_metrics = all_metrics
         self._files_api = files_api
+        self._own_hosts = own_hosts
         self._is_cut = False
         self._readiness = Readiness(backend.state_to_count, backend.note_failure, asyncio.get_running_loop().time)
         self._under_way: set[asyncio.Task[None]] = set()
@@ -203,6 +208,8 @@ class Front:
         return len(self._under_way)
 
     async def _dispatch(self, call: Call) -> None:
+        if self._own_hosts is not None:
+            call.check_host(self._own_hosts)
         route = self._routes.get(call.path)
         if route is None:
             route = self._route_below(call)

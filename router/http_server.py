@@ -55,10 +55,11 @@ def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can connect to such an address."""
+    """Whether only processes of this machine can connect to where `listen` listens for such an address or name."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
+        (*_, address), *_ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return ipaddress.ip_address(address[0]).is_loopback
+    except (OSError, ValueError):
         return False
 
 

@@ -141,6 +141,7 @@ def make_front(
         limits=limits,
         mounts={"dashboard": dashboard, **(mounts or {})},
         files_api=None if files is None else FilesApi(*files, limits),
+        own_hosts=_own_hosts(settings),
         all_metrics=None if place is None else partial(all_metrics, place, serving.router.render_metrics),
     )
     return front
@@ -224,10 +225,20 @@ async def _ended(front: Front, siblings: Siblings | None, timeout_s: float) -> N
         await siblings.ended()
 
 
+def _own_hosts(settings: Settings) -> frozenset[str] | None:
+    """Names by which this host may be asked; `None` where any will do, since a key is needed or everybody may ask."""
+    if _has_key(settings) or not is_loopback(settings.host):
+        return None
+    return frozenset({"localhost", settings.host.lower()})
+
+
+def _has_key(settings: Settings) -> bool:
+    return settings.api_key_file is not None or bool(settings.api_key.get_secret_value())
+
+
 def _check_exposure(settings: Settings, say: Say) -> None:
     """Warn where strangers could use what nobody guards."""
-    has_key = settings.api_key_file is not None or bool(settings.api_key.get_secret_value())
-    if not is_loopback(settings.host) and not has_key:
+    if not is_loopback(settings.host) and not _has_key(settings):
         say(
             f"WARNING: --host {settings.host} lets everybody who reaches this machine use the model, since neither "
             "--api-key nor --api-key-file is given"
@@ -242,7 +253,7 @@ def _banner(serving: Serving, entries: Sequence[KeyEntry], port: int, num_router
     if entries:
         has_admin = any(entry.admin for entry in entries)
         closed = " (for admins' keys)" if has_admin else " (closed: no key of --api-key-file has 'admin: true')"
-    has_key = settings.api_key_file is not None or bool(settings.api_key.get_secret_value())
+    has_key = _has_key(settings)
     shown_key = "-H 'Authorization: Bearer KEY' " if has_key else ""
     return [
         f"{settings.model_name}: {len(serving.workers)} of {max(settings.workers, len(serving.workers))} workers are "

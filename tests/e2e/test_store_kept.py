@@ -73,7 +73,9 @@ async def test_service_goes_on_while_its_store_is_killed_and_fills_the_one_that_
 
     async def ask(number: int) -> None:
         body = f'{{"model": "tiny", "prompt": "{number} {"word " * 100}", "max_tokens": 4}}'.encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        )
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
         answer = await reader.read()

@@ -421,6 +421,49 @@ async def test_request_carries_what_the_body_says(fake: FakeGenerate, tokenizer:
     assert (request.sampling.temperature, request.sampling.seed, request.sampling.max_tokens) == (0.0, 3, 100)
 
 
+@pytest.mark.parametrize(
+    ("shown", "is_taken"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]:8000", True),
+        # Nobody can give an address another address.
+        ("10.1.2.3:8000", True),
+        ("kvroute.localhost", True),
+        ("this-machine:8000", True),
+        (None, True),
+        ("evil.example:8000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("evil.example:localhost", False),
+        ("[::1", False),
+        ("", False),
+        ("evil.example:80@localhost", False),
+        ("a" * 5000, False),
+        ("\xe9.example", False),
+    ],
+)
+async def test_front_without_keys_takes_requests_for_its_own_host_alone(
+    fake: FakeGenerate, tokenizer: Tokenizer, shown: str | None, is_taken: bool
+) -> None:
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"secret"})
+
+    front = make_front(fake, tokenizer, own_hosts={"localhost", "this-machine"}, mounts={"page": page})
+    headers = {} if shown is None else {"host": shown}
+    bodies = {COMPLETIONS: completion(), "/metrics": None, "/v1/models": None, "/page/x": None}
+    for answered in [await ask(front, path, body, headers=headers) for path, body in bodies.items()]:
+        if is_taken:
+            assert answered.status == 200
+        else:
+            assert answered.error == (403, "permission_denied", "host")
+            assert "--api-key" in answered.json["error"]["message"]
+            assert len(answered.body) < 600
+    assert len(fake.requests) == is_taken
+
+
 async def test_addresses_without_a_prompt(fake: FakeGenerate, tokenizer: Tokenizer) -> None:
     front = make_front(fake, tokenizer)
     models = (await ask(front, "/v1/models")).json

@@ -326,6 +326,17 @@ def test_several_processes_may_share_a_port() -> None:
             assert other.getsockname()[1] == port
 
 
-def test_loopback_is_recognised() -> None:
-    hosts = ["127.0.0.1", "127.8.8.8", "::1", "localhost", "0.0.0.0", "::", "10.0.0.1", "example.com"]
-    assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 4
+def test_loopback_is_recognised_by_address_and_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_up = socket.getaddrinfo
+    known = {"this-machine": "127.0.1.1", "its-public-name": "203.0.113.1"}
+
+    def look_up_here(host: str, *arguments: Any, **options: Any) -> Any:
+        if host == "nobody":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(known.get(host, host), *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_here)
+    hosts = ["127.0.0.1", "127.8.8.8", "::1", "localhost", "this-machine"]
+    assert [is_loopback(host) for host in hosts] == [True] * 5
+    hosts = ["0.0.0.0", "::", "10.0.0.1", "its-public-name", "nobody"]
+    assert [is_loopback(host) for host in hosts] == [False] * 5
