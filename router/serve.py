@@ -23,7 +23,7 @@ from router.batch_service import BatchRuns, BatchService
 from router.http import Backend, Front
 from router.http_call import App, Limits
 from router.http_files import FilesApi
-from router.http_server import is_loopback, listen, serving_http
+from router.http_server import bind, is_loopback, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
 from router.planned_run import view_of
 from router.request_log import check_request_log, log_of_process
@@ -60,7 +60,7 @@ async def run_serve(
         for number in range(num_routers):
             await check_request_log(log_of_process(settings.request_log, number))
     async with contextlib.AsyncExitStack() as stack:
-        listener = stack.enter_context(listen(settings.host, settings.port, is_shared=num_routers > 1))
+        listener = stack.enter_context(bind(settings.host, settings.port, is_shared=num_routers > 1))
         port = listener.getsockname()[1]
         serving = await stack.enter_async_context(entering)
         siblings, place = None, None

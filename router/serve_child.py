@@ -15,7 +15,7 @@ from typing import Any
 import uvloop
 
 from router import attach, runfile
-from router.http_server import listen, serving_http
+from router.http_server import bind, serving_http
 from router.serve import make_front, open_files, read_keys, set_apart_what_stays
 from router.serve_dashboard import words_of
 from router.sibling_words import Place, telling_siblings
@@ -40,7 +40,7 @@ async def serve(order: dict[str, Any]) -> None:
     files = await asyncio.to_thread(open_files, settings)
     async with serving_of(workers, _nobody) as serving:
         front = make_front(serving, entries, files=files, place=place)
-        with listen(settings.host, order["port"], is_shared=True) as shared, place.listen() as own:
+        with bind(settings.host, order["port"], is_shared=True) as shared, place.listen() as own:
             async with (
                 telling_siblings(own, words_of(serving)),
                 serving_http(front, [shared], front.limits),

@@ -13,7 +13,7 @@ from typing import Any
 from router.answers import Generate
 from router.http import Backend, Front
 from router.http_call import DEPARTURE, Departure, Limits
-from router.http_server import listen, serving_http
+from router.http_server import bind, serving_http
 from router.keys import KeyRing
 from router.membership import STATES
 from router.tokenizer import Tokenizer
@@ -162,6 +162,6 @@ async def ask(
 @contextlib.asynccontextmanager
 async def listening(front: Front) -> AsyncIterator[str]:
     """The address of a server with the front, on a port that the system chooses."""
-    listener = listen("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     async with serving_http(front, [listener], front.limits):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
