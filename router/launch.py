@@ -24,6 +24,7 @@ from router.placement import WorkerResources
 from router.plan import download_config
 from router.request_log import check_request_log
 from router.serving import Say, Serving, enter_router
+from router.tables import counted
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import Directory, WorkerRecord
@@ -126,7 +127,7 @@ async def start_workers(
     resources = _resources(settings)
     has_own_ray = not settings.ray_address
     check_resources(settings)
-    say(f"starting {len(ids)} workers with {settings.model}")
+    say(f"starting {counted(len(ids), 'worker')} with {settings.model}")
     missing = cluster.missing_room(len(ids), resources)
     if missing is not None:
         say(f"waiting for room, at most {settings.start_timeout_s:g} s: {missing}")

@@ -33,6 +33,7 @@ from router.sibling_metrics import all_metrics
 from router.sibling_words import Place, telling_siblings
 from router.siblings import Siblings
 from router.stored_files import FileStore
+from router.tables import counted
 from shared.config import Settings
 from shared.errors import ConfigError
 
@@ -259,7 +260,7 @@ def _banner(serving: Serving, entries: Sequence[KeyEntry], port: int, num_router
         f"{settings.model_name}: {len(serving.workers)} of {max(settings.workers, len(serving.workers))} workers are "
         f"ready; KV blocks of {settings.block_size} tokens, policy {settings.policy}, "
         f"context of {serving.max_model_len_tokens} tokens",
-        f"listening on {url}/v1 ({num_routers} router{'s' if num_routers > 1 else ''}, "
+        f"listening on {url}/v1 ({counted(num_routers, 'router')}, "
         f"{'a key is' if has_key else 'no key is'} needed); "
         f"metrics at {url}/metrics, dashboard at {url}/dashboard{closed}",
         "Next steps:",
