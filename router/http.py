@@ -50,6 +50,9 @@ _EVENTS: Sequence[Header] = (
     (b"x-accel-buffering", b"no"),
 )
 _METRICS: Sequence[Header] = ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)
+_LOOK_S = 1.0
+_MOST_LOOKS_ALONE = 5
+"""How often no worker may be found, once this server is to end, before what they had is given up."""
 _DRAINING_RETRY_S = 1.0
 """By then a balancer has noticed, and another server answers."""
 
@@ -192,10 +195,14 @@ class Front:
             self._under_way.discard(task)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new work, and wait for the end of what is under way. Modifies."""
+        """Refuse new work, and wait for the end of what is under way, while there are workers to end it. Modifies."""
         self.is_draining = True
-        if self._under_way:
-            await asyncio.wait(self._under_way, timeout=timeout_s)
+        clock = asyncio.get_running_loop().time
+        ends_at_s, num_looks_left = clock() + timeout_s, _MOST_LOOKS_ALONE
+        while self._under_way and num_looks_left and (left_s := ends_at_s - clock()) > 0.0:
+            await asyncio.wait(self._under_way, timeout=min(left_s, _LOOK_S))
+            # Where all were told to end at once, as by a service manager, nobody comes back.
+            num_looks_left = _MOST_LOOKS_ALONE if self._readiness.is_connected() else num_looks_left - 1
 
     def cut(self) -> None:
         """Begin nothing more, and end what is under way, with an error each. Modifies."""

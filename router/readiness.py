@@ -11,6 +11,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 2.0
 _COMING_STATES = ("ready", "silent", "resting", "away")
+_CONNECTED_STATES = ("ready", "silent", "resting", "draining")
 _STATE_S = 0.1
 """How long a look at the workers' states is good for: to take one costs as much as a small request."""
 
@@ -46,6 +47,11 @@ class Readiness:
             logger.error("there are workers again after %.1f s; %s requests were refused", lasted_s, self._num_refused)
             self._without_since_s = None
             self._num_refused = 0
+
+    def is_connected(self) -> bool:
+        """Whether there is a worker that may finish what it has."""
+        state_to_count = self._state_to_count()
+        return any(state_to_count[state] for state in _CONNECTED_STATES)
 
     def _refuse(self, now_s: float) -> None:
         if self._without_since_s is None:
