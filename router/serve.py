@@ -75,9 +75,8 @@ async def run_serve(
         front = make_front(serving, entries, files=files, place=place)
         await stack.enter_async_context(make_batch_service(serving, entries, files))
         set_apart_what_stays()
-        for line in _banner(serving, entries, port, num_routers):
-            say(line)
-        return await _serve_until_told(front, listener, siblings, settings.drain_timeout_s, say)
+        banner = _banner(serving, entries, port, num_routers)
+        return await _serve_until_told(front, listener, siblings, settings.drain_timeout_s, say, banner)
 
 
 def _order(serving: Serving, port: int, folder: Path, number: int, num_routers: int) -> dict[str, Any]:
@@ -194,15 +193,23 @@ def set_apart_what_stays() -> None:
 
 
 async def _serve_until_told(
-    front: Front, listener: socket.socket, siblings: Siblings | None, drain_timeout_s: float, say: Say
+    front: Front,
+    listener: socket.socket,
+    siblings: Siblings | None,
+    drain_timeout_s: float,
+    say: Say,
+    banner: Sequence[str],
 ) -> bool:
     """Serve until SIGTERM or Ctrl-C, and then until nothing is under way; whether it was Ctrl-C.
 
-    A second signal, or the end of `drain_timeout_s`, cuts off what is still under way.
+    The banner is said once whoever reads it can connect. A second signal, or the end of `drain_timeout_s`, cuts off
+    what is still under way.
     """
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     with _catching(signals.put_nowait):
         async with serving_http(front, [listener], front.limits):
+            for line in banner:
+                say(line)
             first = await signals.get()
             if siblings is not None:
                 siblings.end()
