@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from router.openai import Endpoint
+from router.stored_files import remove_abandoned
 from shared.errors import InvalidRequest, NotFound
 
 WINDOW_S = 24 * 3600
 _ID = re.compile(r"batch_[0-9a-f]{24}")
+_UNFINISHED = re.compile(_ID.pattern + r"\.[0-9a-f]{8}")
 RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 """States that end by themselves."""
 
@@ -79,6 +81,7 @@ class BatchBook:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_abandoned(folder, _UNFINISHED)
 
     def create(
         self, tenant: str, endpoint: Endpoint, input_file_id: str, metadata: dict[str, str] | None

@@ -68,7 +68,7 @@ async def take_down(run_dir: Path, say: Say) -> bool:
     if run.workers and not run.has_own_ray:
         await _end_actors(run, say)
     await asyncio.to_thread(runfile.end_processes, run.marker)
-    if run.redis_url and not run.settings.get("redis_url"):
+    if run.has_own_store:
         stop_detached(run.redis_url)
     if run.folder:
         shutil.rmtree(run.folder, ignore_errors=True)

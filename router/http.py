@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -35,6 +35,7 @@ from router.http_call import (
 from router.http_files import FilesApi
 from router.keys import ANYBODY, UNLIMITED, Allowance, Caller, KeyRing
 from router.openai import Endpoint, ParsedRequest, completion_body, parse_request
+from router.readiness import Readiness
 from router.service import Router
 from router.tokenizer import Tokenizer
 from shared import __version__
@@ -49,10 +50,9 @@ _EVENTS: Sequence[Header] = (
     (b"x-accel-buffering", b"no"),
 )
 _METRICS: Sequence[Header] = ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)
-_NO_WORKER_RETRY_S = 2.0
-_COMING_STATES = ("ready", "silent", "resting", "away")
-_STATE_S = 0.1
-"""How long a look at the workers' states is good for: to take one costs as much as a small request."""
+_LOOK_S = 1.0
+_MOST_LOOKS_ALONE = 5
+"""How often no worker may be found, once this server is to end, before what they had is given up."""
 _DRAINING_RETRY_S = 1.0
 """By then a balancer has noticed, and another server answers."""
 
@@ -69,6 +69,8 @@ class Backend:
     state_to_count: Callable[[], Mapping[str, int]]
     """Workers by state, as `Fleet` tells them."""
     render_metrics: Callable[[], bytes]
+    note_failure: Callable[[str], None]
+    """Counts a request that gets no further than the front, by its error's code."""
     has_reasoning: bool = False
     """Whether workers tell a chat's reasoning from its content."""
 
@@ -92,6 +94,7 @@ class Backend:
             policy=policy,
             state_to_count=router.fleet.state_to_count,
             render_metrics=router.render_metrics,
+            note_failure=router.metrics.note_failure,
             has_reasoning=has_reasoning,
         )
 
@@ -132,15 +135,20 @@ class Front:
         mounts: Mapping[str, App] | None = None,
         all_metrics: Callable[[], Awaitable[bytes]] | None = None,
         files_api: FilesApi | None = None,
+        own_hosts: Container[str] | None = None,
     ) -> None:
-        """`name` keeps the ids of this front's answers apart from those of others; `all_metrics` tells of them all."""
+        """`name` keeps the ids of this front's answers apart from those of others; `all_metrics` tells of them all.
+
+        `own_hosts` are the names of this host, where requests for others are refused.
+        """
         self.limits = limits or Limits()
         self.is_draining = False
         """Whether new work is refused, so that what is under way can end."""
         self._all_metrics = all_metrics
         self._files_api = files_api
+        self._own_hosts = own_hosts
         self._is_cut = False
-        self._has_workers_until_s = 0.0
+        self._readiness = Readiness(backend.state_to_count, backend.note_failure, asyncio.get_running_loop().time)
         self._under_way: set[asyncio.Task[None]] = set()
         self._backend = backend
         self._policy = backend.policy.encode()
@@ -187,10 +195,14 @@ class Front:
             self._under_way.discard(task)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new work, and wait for the end of what is under way. Modifies."""
+        """Refuse new work, and wait for the end of what is under way, while there are workers to end it. Modifies."""
         self.is_draining = True
-        if self._under_way:
-            await asyncio.wait(self._under_way, timeout=timeout_s)
+        clock = asyncio.get_running_loop().time
+        ends_at_s, num_looks_left = clock() + timeout_s, _MOST_LOOKS_ALONE
+        while self._under_way and num_looks_left and (left_s := ends_at_s - clock()) > 0.0:
+            await asyncio.wait(self._under_way, timeout=min(left_s, _LOOK_S))
+            # Where all were told to end at once, as by a service manager, nobody comes back.
+            num_looks_left = _MOST_LOOKS_ALONE if self._readiness.is_connected() else num_looks_left - 1
 
     def cut(self) -> None:
         """Begin nothing more, and end what is under way, with an error each. Modifies."""
@@ -203,6 +215,8 @@ class Front:
         return len(self._under_way)
 
     async def _dispatch(self, call: Call) -> None:
+        if self._own_hosts is not None:
+            call.check_host(self._own_hosts)
         route = self._routes.get(call.path)
         if route is None:
             route = self._route_below(call)
@@ -252,7 +266,7 @@ class Front:
 
     async def _answer(self, call: Call, caller: Caller, parsed: ParsedRequest) -> None:
         accepted_at_s = asyncio.get_running_loop().time()
-        self._check_workers()
+        self._readiness.check()
         backend = self._backend
         kind = "chatcmpl" if parsed.endpoint is Endpoint.CHAT else "cmpl"
         name = f"{kind}-{self._name}-{next(self._numbers):x}"
@@ -323,16 +337,6 @@ class Front:
             (b"x-kvroute-matched-tokens", b"%d" % trace.matched_tokens),
             (b"x-kvroute-queue-ms", b"%.1f" % (1e3 * waited_s)),
         ]
-
-    def _check_workers(self) -> None:
-        """Raise where there is nobody to wait for. Workers that rest, reconnect or hang are waited for."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s < self._has_workers_until_s:
-            return
-        state_to_count = self._backend.state_to_count()
-        if not any(state_to_count[state] for state in _COMING_STATES):
-            raise NoWorker("no worker is ready", retry_after_s=_NO_WORKER_RETRY_S)
-        self._has_workers_until_s = now_s + _STATE_S
 
     async def _models(self, call: Call, caller: Caller, allowance: Allowance) -> None:
         await call.respond_json({"object": "list", "data": [self._model_body()]})

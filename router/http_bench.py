@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from router.http import Backend, Front
-from router.http_server import listen, serving_http
+from router.http_server import bind, serving_http
 from router.keys import KeyRing
 from router.policies import make_policy
 from router.serve import set_apart_what_stays
@@ -220,7 +220,7 @@ class Rig:
             async with self._router() as router:
                 front = self._front(router)
                 self.router, self.front = router, front
-                listener = listen("127.0.0.1", 0)
+                listener = bind("127.0.0.1", 0)
                 self.port = listener.getsockname()[1]
                 async with serving_http(front, [listener], front.limits):
                     set_apart_what_stays()

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import orjson
 
 from router.failures import RETRY_S, error_body, retry_headers, status_of
+from router.fields import brief
 from router.keys import Allowance, Caller
 from shared.errors import (
     BodyTooLarge,
     Forbidden,
     InvalidRequest,
     KvrouteError,
+    NoWorker,
     Overloaded,
     RequestTimeout,
     Unauthorized,
@@ -42,6 +45,7 @@ _JSON: Header = (b"content-type", b"application/json")
 _MAX_ID_CHARS = 128
 _SAFE_ID = re.compile(rb"[\x21-\x7e]+")
 _MAX_LINGER_READS = 4096
+_PORT = re.compile(r":\d*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,25 @@ class Call:
         if self.headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
             raise Forbidden("This is not taken from pages of other sites.")
 
+    def check_host(self, names: Container[str]) -> None:
+        """Raise `Forbidden` where this was sent for a host with another name.
+
+        A page of another site may give the name of its own host this machine's address, and is then let by a browser to
+        read what is answered here. That takes a name, so that addresses are taken; and so is what names no host, as
+        every browser does.
+        """
+        shown = self.headers.get(b"host")
+        if shown is None:
+            return
+        name = _PORT.sub("", shown.decode("latin-1").lower())
+        if name not in names and not name.endswith(".localhost") and not _is_address(name):
+            raise Forbidden(
+                f"This server asks for no key, and so takes no requests for the host {brief(name)}, since a page of "
+                "another site may have sent them: use localhost or an address, have your proxy send 'Host: localhost', "
+                "or start the server with --api-key or --api-key-file.",
+                param="host",
+            )
+
     async def json(self, limits: Limits) -> Any:
         """The body as JSON. Raises what `body` does, and `InvalidRequest`."""
         self.check_json()
@@ -268,14 +291,22 @@ class WhileConnected:
 
 
 def log_failure(call: Call, error: BaseException) -> None:
-    """Tell of an error that a request ended with: loud where it is ours."""
+    """Tell of an error that a request ended with: loud where it is ours, and speaks of this request alone."""
     name = call.request_id.decode()
     if not isinstance(error, KvrouteError):
         logger.error("request %s: internal error", name, exc_info=error)
-    elif status_of(error) >= 500 and not isinstance(error, Overloaded):
+    elif status_of(error) >= 500 and not isinstance(error, (NoWorker, Overloaded)):
         logger.warning("request %s failed: %s", name, error)
     else:
         logger.debug("request %s refused: %s", name, error)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _encoded(body: Any) -> bytes:

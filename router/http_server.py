@@ -24,7 +24,6 @@ from shared.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _MOST_JOINED_BYTES = 64 << 10
 _LAST_WORDS_S = 1
 """How long connections may take to end once nothing is under way any more."""
@@ -40,31 +39,54 @@ class Endable(Protocol):
         ...
 
 
-def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
-    """A bound socket; with `is_shared` other processes may bind the same address and get their part.
+def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """A bound socket, which refuses connections until something listens on it; with `is_shared` other processes may
+    bind the same address and get their part.
 
     Raises:
         ConfigError: the address cannot be had.
     """
     try:
-        (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=is_shared)
+        (family, kind, *_, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        bound = socket.socket(family, kind)
+        try:
+            # Connections of a server that has just ended keep nobody from the port.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+        return bound
     except (OSError, OverflowError) as error:
-        told = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"--host, --port: cannot listen on {host} port {port}: {told}") from None
+        raise _cannot_listen(f"{host} port {port}", error) from None
+
+
+def _cannot_listen(where: str, error: Exception) -> ConfigError:
+    told = getattr(error, "strerror", None) or str(error)
+    return ConfigError(f"--host, --port: cannot listen on {where}: {told}")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can connect to such an address."""
+    """Whether only processes of this machine can connect to where `listen` listens for such an address or name."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
+        (*_, address), *_ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return ipaddress.ip_address(address[0]).is_loopback
+    except (OSError, ValueError):
         return False
 
 
 @contextlib.asynccontextmanager
 async def serving_http(app: Endable, sockets: Sequence[socket.socket], limits: Limits) -> AsyncIterator[None]:
-    """Answer on `sockets`, which are closed at the end; what is then under way is cut off."""
+    """Listen and answer on bound `sockets`, which are closed at the end; what is then under way is cut off.
+
+    Raises `ConfigError` where somebody else listens there by now.
+    """
     config = uvicorn.Config(
         app,
         http=functools.partial(_Connection, limits=limits),  # type: ignore[arg-type]
@@ -105,7 +127,12 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            # Somebody else has bound the same address, and was the first to listen.
+            names = [bound.getsockname() for bound in sockets or ()]
+            raise _cannot_listen(", ".join(f"{host} port {port}" for host, port, *_ in names), error) from None
         self.has_started.set()
 
 

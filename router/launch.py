@@ -22,7 +22,9 @@ from router import cluster, runfile
 from router.borrowed_tokenizer import fetch_from_workers, usable_tokenizer
 from router.placement import WorkerResources
 from router.plan import download_config
+from router.request_log import check_request_log
 from router.serving import Say, Serving, enter_router
+from router.tables import counted
 from shared.config import Settings
 from shared.directory import connect_directory
 from shared.directory.base import Directory, WorkerRecord
@@ -52,6 +54,8 @@ class _OwnWorkers(Container[WorkerId]):
 async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
     """Start everything that `settings` does not name, serve, and stop it again however this ends."""
     await check_given_store(settings)
+    if settings.request_log is not None:
+        await check_request_log(settings.request_log)
     model_folder = await prepare_model_folder(settings, say)
     marker = runfile.new_marker()
     async with contextlib.AsyncExitStack() as stack:
@@ -71,6 +75,7 @@ async def launched(settings: Settings, say: Say) -> AsyncIterator[Serving]:
             store = stack.enter_context(
                 EmbeddedStore(environment=process_environment(marker), host=store_host(settings), is_kept=True)
             )
+            stack.callback(asyncio.create_task(store.watch(say), name="store-watch").cancel)
         redis_url = store.url if store is not None else settings.redis_url
         secret = secrets.token_bytes(32)
         tag = runfile.worker_tag(marker, settings.model_dump())
@@ -122,7 +127,7 @@ async def start_workers(
     resources = _resources(settings)
     has_own_ray = not settings.ray_address
     check_resources(settings)
-    say(f"starting {len(ids)} workers with {settings.model}")
+    say(f"starting {counted(len(ids), 'worker')} with {settings.model}")
     missing = cluster.missing_room(len(ids), resources)
     if missing is not None:
         say(f"waiting for room, at most {settings.start_timeout_s:g} s: {missing}")

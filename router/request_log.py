@@ -16,6 +16,7 @@ from pathlib import Path
 
 from router.requests import GenerateRequest, RequestTrace
 from shared.errors import ConfigError
+from shared.telemetry import Metrics
 from shared.types import BlockKey
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ _HASH_BYTES = 8
 """Of a block's key, what is logged: among a hundred million blocks two are alike once in three thousand logs."""
 _BEGIN = b'{"timestamp_s":'
 _CHUNK_BYTES = 1 << 16
+_PROBE_BYTES = 1 << 12
+"""What a disk must have room for at the start: less than that would not last for long."""
 
 
 def log_of_process(path: Path, number: int) -> Path:
@@ -36,6 +39,11 @@ def log_of_process(path: Path, number: int) -> Path:
     replays it goes by the times.
     """
     return path if number == 0 else path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+async def check_request_log(path: Path) -> None:
+    """Find out about a file that cannot be written before anything is started. Raises `ConfigError`."""
+    os.close(await asyncio.to_thread(_open, path))
 
 
 class RequestLog:
@@ -72,6 +80,14 @@ class RequestLog:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def expose(self, metrics: Metrics) -> None:
+        """Tell how many lines are missing. Modifies."""
+        metrics.add_counter(
+            "kvroute_request_log_left_out",
+            "Answered requests that are not in the request log, since it could not be written.",
+            lambda: self.num_left_out,
+        )
 
     def note(self, request: GenerateRequest, keys: Sequence[BlockKey], trace: RequestTrace) -> None:
         """Have a request's line written that has got tokens; `keys` are those of its prompt's full blocks. Modifies."""
@@ -125,6 +141,7 @@ def _open(path: Path) -> int:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _cut_torn_line(fd, path)
+        _check_room(fd)
     except OSError as error:
         os.close(fd)
         reason = "another process writes it" if isinstance(error, BlockingIOError) else error.strerror
@@ -150,6 +167,13 @@ def _cut_torn_line(fd: int, path: Path) -> None:
         end = begin
     if cut < size:
         os.ftruncate(fd, cut)
+
+
+def _check_room(fd: int) -> None:
+    """Raise `OSError` where the disk takes nothing: a file can be opened on a full one, too."""
+    size = os.fstat(fd).st_size
+    _append(fd, b" " * _PROBE_BYTES)
+    os.ftruncate(fd, size)
 
 
 def _append(fd: int, packed: bytes) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from router import changes, deployment, launch, pins, runfile
 from router.serving import Say
 from shared.config import Settings
+from shared.directory.embedded import revive_detached
 from shared.errors import ConfigError, EngineError, KvrouteError
 from shared.hashing import parity_key, tokenizer_fingerprint
 from shared.types import CacheScheme, WorkerId
@@ -42,6 +43,8 @@ async def change(run_dir: Path, settings: Settings, say: Say) -> runfile.Run:
         wanted = Settings(**recorded).model_copy(update={"start_timeout_s": settings.start_timeout_s})
         for line in changes.differences(run.settings, recorded):
             say(f"changing {line}")
+        if run.has_own_store and revive_detached(run.redis_url, launch.process_environment(run.marker)) is not None:
+            say("the keeper of the store had died, and the store with it: both are started again, and workers fill it")
         await _check_against_running(run, wanted, say)
         with deployment.joined(run):
             launch.check_resources(wanted)

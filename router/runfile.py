@@ -61,6 +61,11 @@ class Run:
         return not self.settings.get("ray_address")
 
     @property
+    def has_own_store(self) -> bool:
+        """Whether the store was started here, and ends with the run."""
+        return bool(self.redis_url) and not self.settings.get("redis_url")
+
+    @property
     def is_alive(self) -> bool:
         """Whether anything of the run lives, as far as this host can tell; workers elsewhere tell by their leases."""
         return not self.has_own_ray or bool(processes_of(self.marker))

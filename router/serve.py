@@ -23,16 +23,17 @@ from router.batch_service import BatchRuns, BatchService
 from router.http import Backend, Front
 from router.http_call import App, Limits
 from router.http_files import FilesApi
-from router.http_server import is_loopback, listen, serving_http
+from router.http_server import bind, is_loopback, serving_http
 from router.keys import KeyEntry, KeyRing, read_key_file
 from router.planned_run import view_of
-from router.request_log import log_of_process
+from router.request_log import check_request_log, log_of_process
 from router.serve_dashboard import dashboard_of, words_of
 from router.serving import Say, Serving, url_of
 from router.sibling_metrics import all_metrics
 from router.sibling_words import Place, telling_siblings
 from router.siblings import Siblings
 from router.stored_files import FileStore
+from router.tables import counted
 from shared.config import Settings
 from shared.errors import ConfigError
 
@@ -51,13 +52,16 @@ async def run_serve(
     """Serve over what `entering` gives, in so many processes, until told to end; whether that was by Ctrl-C.
 
     Raises:
-        ConfigError: the address, the keys or the files' folder is wrong; nothing has been started then.
+        ConfigError: the address, the keys, a log or the files' folder is wrong; nothing has been started then.
     """
     entries = await asyncio.to_thread(read_keys, settings)
     _check_exposure(settings, say)
     files = await asyncio.to_thread(open_files, settings)
+    if settings.request_log is not None:
+        for number in range(num_routers):
+            await check_request_log(log_of_process(settings.request_log, number))
     async with contextlib.AsyncExitStack() as stack:
-        listener = stack.enter_context(listen(settings.host, settings.port, is_shared=num_routers > 1))
+        listener = stack.enter_context(bind(settings.host, settings.port, is_shared=num_routers > 1))
         port = listener.getsockname()[1]
         serving = await stack.enter_async_context(entering)
         siblings, place = None, None
@@ -71,9 +75,8 @@ async def run_serve(
         front = make_front(serving, entries, files=files, place=place)
         await stack.enter_async_context(make_batch_service(serving, entries, files))
         set_apart_what_stays()
-        for line in _banner(serving, entries, port, num_routers):
-            say(line)
-        return await _serve_until_told(front, listener, siblings, settings.drain_timeout_s, say)
+        banner = _banner(serving, entries, port, num_routers)
+        return await _serve_until_told(front, listener, siblings, settings.drain_timeout_s, say, banner)
 
 
 def _order(serving: Serving, port: int, folder: Path, number: int, num_routers: int) -> dict[str, Any]:
@@ -138,6 +141,7 @@ def make_front(
         limits=limits,
         mounts={"dashboard": dashboard, **(mounts or {})},
         files_api=None if files is None else FilesApi(*files, limits),
+        own_hosts=_own_hosts(settings),
         all_metrics=None if place is None else partial(all_metrics, place, serving.router.render_metrics),
     )
     return front
@@ -189,15 +193,23 @@ def set_apart_what_stays() -> None:
 
 
 async def _serve_until_told(
-    front: Front, listener: socket.socket, siblings: Siblings | None, drain_timeout_s: float, say: Say
+    front: Front,
+    listener: socket.socket,
+    siblings: Siblings | None,
+    drain_timeout_s: float,
+    say: Say,
+    banner: Sequence[str],
 ) -> bool:
     """Serve until SIGTERM or Ctrl-C, and then until nothing is under way; whether it was Ctrl-C.
 
-    A second signal, or the end of `drain_timeout_s`, cuts off what is still under way.
+    The banner is said once whoever reads it can connect. A second signal, or the end of `drain_timeout_s`, cuts off
+    what is still under way.
     """
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     with _catching(signals.put_nowait):
         async with serving_http(front, [listener], front.limits):
+            for line in banner:
+                say(line)
             first = await signals.get()
             if siblings is not None:
                 siblings.end()
@@ -221,10 +233,20 @@ async def _ended(front: Front, siblings: Siblings | None, timeout_s: float) -> N
         await siblings.ended()
 
 
+def _own_hosts(settings: Settings) -> frozenset[str] | None:
+    """Names by which this host may be asked; `None` where any will do, since a key is needed or everybody may ask."""
+    if _has_key(settings) or not is_loopback(settings.host):
+        return None
+    return frozenset({"localhost", settings.host.lower()})
+
+
+def _has_key(settings: Settings) -> bool:
+    return settings.api_key_file is not None or bool(settings.api_key.get_secret_value())
+
+
 def _check_exposure(settings: Settings, say: Say) -> None:
     """Warn where strangers could use what nobody guards."""
-    has_key = settings.api_key_file is not None or bool(settings.api_key.get_secret_value())
-    if not is_loopback(settings.host) and not has_key:
+    if not is_loopback(settings.host) and not _has_key(settings):
         say(
             f"WARNING: --host {settings.host} lets everybody who reaches this machine use the model, since neither "
             "--api-key nor --api-key-file is given"
@@ -239,13 +261,13 @@ def _banner(serving: Serving, entries: Sequence[KeyEntry], port: int, num_router
     if entries:
         has_admin = any(entry.admin for entry in entries)
         closed = " (for admins' keys)" if has_admin else " (closed: no key of --api-key-file has 'admin: true')"
-    has_key = settings.api_key_file is not None or bool(settings.api_key.get_secret_value())
+    has_key = _has_key(settings)
     shown_key = "-H 'Authorization: Bearer KEY' " if has_key else ""
     return [
         f"{settings.model_name}: {len(serving.workers)} of {max(settings.workers, len(serving.workers))} workers are "
         f"ready; KV blocks of {settings.block_size} tokens, policy {settings.policy}, "
         f"context of {serving.max_model_len_tokens} tokens",
-        f"listening on {url}/v1 ({num_routers} router{'s' if num_routers > 1 else ''}, "
+        f"listening on {url}/v1 ({counted(num_routers, 'router')}, "
         f"{'a key is' if has_key else 'no key is'} needed); "
         f"metrics at {url}/metrics, dashboard at {url}/dashboard{closed}",
         "Next steps:",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -13,10 +15,11 @@ from typing import Any
 import uvloop
 
 from router import attach, runfile
-from router.http_server import listen, serving_http
+from router.http_server import bind, serving_http
 from router.serve import make_front, open_files, read_keys, set_apart_what_stays
 from router.serve_dashboard import words_of
 from router.sibling_words import Place, telling_siblings
+from router.siblings import BEAT, BEAT_S
 from router.workers import Workers, serving_of
 from shared.config import Settings
 from shared.errors import KvrouteError
@@ -37,7 +40,7 @@ async def serve(order: dict[str, Any]) -> None:
     files = await asyncio.to_thread(open_files, settings)
     async with serving_of(workers, _nobody) as serving:
         front = make_front(serving, entries, files=files, place=place)
-        with listen(settings.host, order["port"], is_shared=True) as shared, place.listen() as own:
+        with bind(settings.host, order["port"], is_shared=True) as shared, place.listen() as own:
             async with (
                 telling_siblings(own, words_of(serving)),
                 serving_http(front, [shared], front.limits),
@@ -45,13 +48,24 @@ async def serve(order: dict[str, Any]) -> None:
                 set_apart_what_stays()
                 sys.stdout.write("ready\n")
                 sys.stdout.flush()
+                beating = asyncio.create_task(_beat())
                 ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
                 cut = asyncio.create_task(told_to_end.wait())
                 await asyncio.wait([ended, cut], return_when=asyncio.FIRST_COMPLETED)
                 draining = asyncio.create_task(front.drain(settings.drain_timeout_s))
                 await asyncio.wait([draining, cut], return_when=asyncio.FIRST_COMPLETED)
-                cut.cancel()
-                draining.cancel()
+                for task in (cut, draining, beating):
+                    task.cancel()
+
+
+async def _beat() -> None:
+    """Tell the first process again and again that this loop turns. One that does not read holds up nobody."""
+    descriptor = sys.stdout.fileno()
+    os.set_blocking(descriptor, False)
+    while True:
+        await asyncio.sleep(BEAT_S)
+        with contextlib.suppress(OSError):
+            os.write(descriptor, BEAT)
 
 
 async def _workers(settings: Settings, run: dict[str, Any] | None) -> Workers:

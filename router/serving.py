@@ -106,6 +106,8 @@ async def enter_router(
         tracing=tracing,
     )
     tokenizer.expose(router.metrics)
+    if request_log is not None:
+        request_log.expose(router.metrics)
     return await stack.enter_async_context(router)
 
 

@@ -1,4 +1,4 @@
-"""Several server processes behind one port: the first one starts, watches and ends the others.
+"""Several server processes behind one port: the first one starts, watches and ends the others, which beat meanwhile.
 
 Each has a router of its own, and the system deals connections to them. What they tell each other goes by
 `router.sibling_words`.
@@ -20,11 +20,19 @@ logger = logging.getLogger(__name__)
 
 _CHILD = ("-m", "router.serve_child")
 _RESTART_S = 1.0
+BEAT_S = 1.0
+"""Time between two lines by which a process tells that it lives."""
+BEAT = b"alive\n"
+_MOST_MISSED = 10
+"""Beats that may be missing, one after the other. They are counted one by one, so that a machine that was stopped as a
+whole for any time has missed one of each process."""
 _LAST_WORDS_S = 5.0
 
 
 class Siblings:
-    """The processes beside this one. Use as `async with`; one that dies is started again."""
+    """The processes beside this one. Use as `async with`; one that dies is started again, and so is one that hangs: the
+    system would go on dealing it connections.
+    """
 
     def __init__(self, orders: Iterable[Mapping[str, Any]], drain_timeout_s: float, say: Say) -> None:
         """`orders` is what each is told at its start; see `router.serve_child`."""
@@ -97,9 +105,14 @@ class Siblings:
             raise ChildProcessError("a server process did not start; its log says why")
 
     async def _watch(self, number: int) -> None:
-        """Start a process again whenever it has ended by itself."""
+        """Start a process again whenever it has ended by itself, or says nothing any more."""
         while True:
-            code = await self._processes[number].wait()
+            process = self._processes[number]
+            if not await _has_ended(process) and not self._is_ending:
+                self._say(f"server process {number + 1} has said nothing for {_MOST_MISSED * BEAT_S:g} s: it is killed")
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            code = await process.wait()
             if self._is_ending:
                 return
             self._say(f"server process {number + 1} has ended with {code}: it is started again")
@@ -110,3 +123,18 @@ class Siblings:
                 await self._start(number)
             except (OSError, ChildProcessError) as error:
                 logger.error("server process %s cannot be started: %s", number + 1, error)
+
+
+async def _has_ended(process: asyncio.subprocess.Process) -> bool:
+    """Wait until a process closes its output, or does not beat; false for the latter."""
+    assert process.stdout is not None
+    num_missed = 0
+    while num_missed < _MOST_MISSED:
+        try:
+            async with asyncio.timeout(BEAT_S):
+                if not await process.stdout.readline():
+                    return True
+            num_missed = 0
+        except TimeoutError:
+            num_missed += 1
+    return False

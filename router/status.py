@@ -14,7 +14,7 @@ from router.pins import connected, of_this_life
 from router.tables import or_dash
 from shared.config import Settings
 from shared.directory.base import WorkerRecord
-from shared.directory.embedded import restarts
+from shared.directory.embedded import is_kept, restarts
 from shared.directory.pin_board import WorkerPins
 from shared.errors import KvrouteError
 from shared.transport.client import connect_worker
@@ -35,8 +35,9 @@ async def deployment_state(run: runfile.Run, settings: Settings) -> dict[str, An
         "outdated": changes.outdated(run),
         "workers": [],
     }
-    if run.redis_url and not run.settings.get("redis_url"):
+    if run.has_own_store:
         state["store_restarts"] = restarts(run.redis_url)
+        state["is_store_kept"] = is_kept(run.redis_url)
     records: dict[str, WorkerRecord] = {}
     pins: dict[WorkerId, WorkerPins] = {}
     try:
@@ -108,6 +109,8 @@ def status_text(state: Mapping[str, Any]) -> str:
     """The state of a deployment as a table."""
     lines = [f"model {state['model']}, KV blocks of {state['block_size']} tokens, store {state['store']}"]
     lines += [f"! {told}" for told in state.get("store_restarts", ())]
+    if state.get("is_store_kept") is False:
+        lines.append("! the keeper of the store has died, and the store with it; `kvroute up` starts both again, empty")
     if state["outdated"]:
         names = ", ".join(state["outdated"])
         lines.append(f"! {names}: started with other settings or by another version; `kvroute up` replaces them")

@@ -5,6 +5,7 @@ Methods block and belong into threads.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,9 @@ from shared.errors import InvalidRequest, NotFound
 MAX_FILES_PER_TENANT = 10_000
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _META, _CONTENT = "meta.json", "content"
+_UNFINISHED = re.compile(r"\.[0-9a-f]{24}\.part|\.file-[0-9a-f]{24}")
+_ABANDONED_S = 3600.0
+"""Since when nothing has been written to what nobody is at any more; to an upload that runs it is every few minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,12 @@ class StoredFile:
 
 
 class FileStore:
-    """Owns the folder of files. Tenants see no files but their own."""
+    """Owns the folder of files, which other processes may share. Tenants see no files but their own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_abandoned(folder, _UNFINISHED)
 
     def new_path(self) -> Path:
         """Where a file may be written that is then given to `keep`, or removed."""
@@ -116,3 +121,18 @@ class FileStore:
             return StoredFile(**json.loads((self._folder / file_id / _META).read_text()))
         except (OSError, ValueError, TypeError):
             return None
+
+
+def remove_abandoned(folder: Path, unfinished: re.Pattern[str]) -> None:
+    """Remove what killed processes have left half written in a folder: what is named so, and old. Modifies.
+
+    Other processes may be at work in the folder; whatever cannot be removed stays.
+    """
+    oldest_s = time.time() - _ABANDONED_S
+    for entry in os.scandir(folder):
+        with contextlib.suppress(OSError):
+            if unfinished.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_mtime < oldest_s:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -14,12 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
+from shared.directory.store_keeper import TOO_OFTEN, Restarts
 from shared.errors import ConfigError
 
 _SERVERS_ON_PATH = ("valkey-server", "redis-server")
@@ -73,7 +76,8 @@ class EmbeddedStore:
     is wanted, as the main thread does. With `is_detached` it has a session of its own and outlives its parent, which
     must note `url`; `stop_detached` ends it from anywhere. With `is_kept` a process between us and the server starts
     that again, empty and at the same address, when it crashes or is killed, and tells so on our standard error; of a
-    detached one `restarts` tells. `environment` is the server's; default: ours.
+    detached one `restarts` tells. The server dies with that keeper, so that none runs unkept: `watch` then starts both
+    again, and `revive_detached` those of a detached store. `environment` is the server's; default: ours.
     """
 
     def __init__(
@@ -138,6 +142,27 @@ class EmbeddedStore:
             self.stop()
             raise ConfigError(f"{binary} did not come up: {last_words or 'it said nothing'}")
 
+    async def watch(self, tell: Callable[[str], None]) -> None:
+        """Start keeper and server again whenever the keeper is killed, until that has happened too often.
+
+        Runs in the thread that has called `start`, which it keeps for some milliseconds then.
+        """
+        restarts = Restarts()
+        while self._process is not None and self._folder is not None:
+            while (code := self._process.poll()) is None:
+                await _ended(self._process.pid)
+            if code >= 0:
+                tell(f"the store has ended with code {code} and is not started again: routing goes on without it")
+                return
+            how = f"the keeper of the store has died by signal {-code}, and the store with it"
+            pause_s = restarts.next_pause_s(asyncio.get_running_loop().time())
+            if pause_s is None:
+                tell(f"{how}; it {TOO_OFTEN}")
+                return
+            await asyncio.sleep(pause_s)
+            tell(f"{how}; both are started again, empty: workers fill the store ({restarts})")
+            self._process = self._spawn(find_server(), self._folder)
+
     def stop(self) -> None:
         """End the server and remove its folder. Idempotent."""
         process, self._process = self._process, None
@@ -183,7 +208,7 @@ class EmbeddedStore:
         elif not self._is_detached and sys.platform == "linux":
             command = [*python, "-c", _BECOME_BOUND, str(os.getpid()), *command]
         log_name = _KEEPER_LOG_NAME if self._is_kept else _LOG_NAME
-        with (folder / log_name).open("wb") as log, (folder / _LOG_NAME).open("wb"):
+        with (folder / log_name).open("ab") as log, (folder / _LOG_NAME).open("ab"):
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -195,6 +220,19 @@ class EmbeddedStore:
             )
 
 
+async def _ended(child: int) -> None:
+    """Wait until a process that we have started ends; it is still to be waited for then."""
+    loop = asyncio.get_running_loop()
+    has_ended = asyncio.Event()
+    descriptor = os.pidfd_open(child)
+    loop.add_reader(descriptor, has_ended.set)
+    try:
+        await has_ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
 def restarts(url: str) -> list[str]:
     """What the keeper of the detached store at `url` has told: a line for each death of the server."""
     log_path = _socket_of(url).with_name(_KEEPER_LOG_NAME)
@@ -202,6 +240,32 @@ def restarts(url: str) -> list[str]:
         return log_path.read_text(errors="replace").splitlines()
     except OSError:
         return []
+
+
+def is_kept(url: str) -> bool | None:
+    """Whether the keeper of the detached store at `url` lives; `None` where that is unknown, as on another host."""
+    try:
+        with _socket_of(url).with_name(_KEEPER_LOG_NAME).open("rb") as log:
+            fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def revive_detached(url: str, environment: Mapping[str, str]) -> EmbeddedStore | None:
+    """Start the detached store at `url` again, empty and at its address; `None` unless its keeper is gone.
+
+    Blocks for some 50 ms. Raises what `start` does.
+    """
+    if is_kept(url) is not False:
+        return None
+    parts = urlsplit(url)
+    store = EmbeddedStore(environment=environment, host=parts.hostname, is_detached=True, is_kept=True)
+    store._folder, store._port, store._password = _socket_of(url).parent, parts.port or 0, parts.password or ""
+    store.start()
+    return store
 
 
 def _socket_of(url: str) -> Path:

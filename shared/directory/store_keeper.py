@@ -1,12 +1,14 @@
 """Runs the server of an embedded store, and starts it again when it crashes or is killed. A program of its own.
 
 `embedded` starts it, as `store_keeper.py PARENT LOG SERVER ARGUMENT...`. It needs nothing but the standard library, so
-that it is there within milliseconds and takes little memory. What it has to tell goes to its standard error.
+that it is there within milliseconds and takes little memory. What it has to tell goes to its standard error. While it
+lives it holds a lock on the file that is its standard output; the server dies with it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -23,21 +25,44 @@ _LONGEST_PAUSE_S = 8.0
 _PR_SET_PDEATHSIG = 1
 
 
+class Restarts:
+    """When what has died was started again, as far as that counts."""
+
+    def __init__(self) -> None:
+        self._times_s: list[float] = []
+
+    def next_pause_s(self, now_s: float) -> float | None:
+        """How long to wait before the next start; `None` when there have been too many. Modifies: it is counted."""
+        self._times_s = [at_s for at_s in self._times_s if now_s - at_s < WINDOW_S]
+        if len(self._times_s) >= MAX_RESTARTS:
+            return None
+        # The first time at once, and then after pauses that grow.
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(self._times_s) - 1)) if self._times_s else 0.0
+        self._times_s.append(now_s)
+        return pause_s
+
+    def __str__(self) -> str:
+        return f"{len(self._times_s)} of at most {MAX_RESTARTS} times within {WINDOW_S / 60:g} minutes"
+
+
+TOO_OFTEN = f"is not started again: it was {MAX_RESTARTS} times within {WINDOW_S / 60:g} minutes"
+
+
 def keep(
     command: Sequence[str],
     log_path: Path,
     *,
     tell: Callable[[str], None],
-    is_bound: bool,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> int:
     """Run a server until it ends by itself, or has died too often; its exit code.
 
-    One that ends by itself was told to, or cannot start: it says why in its log. `is_bound`: it dies with this process.
+    One that ends by itself was told to, or cannot start: it says why in its log.
     """
     own_pid = os.getpid()
-    restarts_s: list[float] = []
+    restarts = Restarts()
+    has_died = False
     while True:
         with log_path.open("ab") as log:
             server = subprocess.Popen(
@@ -46,31 +71,21 @@ def keep(
                 stdout=log,
                 stderr=log,
                 # Nothing runs beside this, so that code between fork and exec is safe.
-                preexec_fn=(lambda: die_with(own_pid)) if is_bound else None,
+                preexec_fn=lambda: die_with(own_pid),
             )
-        try:
-            code = server.wait()
-        except BaseException:
-            server.kill()
-            server.wait()
-            raise
+        code = server.wait()
         if code >= 0:
-            if code and restarts_s:
+            if code and has_died:
                 tell(f"the store's server cannot be started again: it ended with code {code}; its log tells why")
             return code
-        now_s = clock()
-        restarts_s = [at_s for at_s in restarts_s if now_s - at_s < WINDOW_S]
+        has_died = True
         how = f"the store's server has died by signal {-code}"
-        if len(restarts_s) >= MAX_RESTARTS:
-            tell(f"{how}, and is not started again: it was {MAX_RESTARTS} times within {WINDOW_S / 60:g} minutes")
+        pause_s = restarts.next_pause_s(clock())
+        if pause_s is None:
+            tell(f"{how}, and {TOO_OFTEN}")
             return 1
-        # The first time at once, and then after pauses that grow.
-        pause(min(_LONGEST_PAUSE_S, 2.0 ** (len(restarts_s) - 1)) if restarts_s else 0.0)
-        restarts_s.append(now_s)
-        tell(
-            f"{how} and is started again, empty: workers fill it "
-            f"({len(restarts_s)} of at most {MAX_RESTARTS} times within {WINDOW_S / 60:g} minutes)"
-        )
+        pause(pause_s)
+        tell(f"{how} and is started again, empty: workers fill it ({restarts})")
 
 
 def die_with(parent: int) -> None:
@@ -83,10 +98,10 @@ def die_with(parent: int) -> None:
 
 def main() -> NoReturn:
     parent, log_path, *command = sys.argv[1:]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if int(parent):
         die_with(int(parent))
-    sys.exit(keep(command, Path(log_path), tell=_tell, is_bound=bool(int(parent))))
+    fcntl.flock(sys.stdout, fcntl.LOCK_EX)
+    sys.exit(keep(command, Path(log_path), tell=_tell))
 
 
 def _tell(line: str) -> None:

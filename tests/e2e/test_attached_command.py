@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 from collections import Counter
@@ -22,6 +21,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.batches import chat_row
+from tests.support.commands import needs_curl
 from tests.support.fake_vllm import FakeOptions, FakeVllm
 from tests.support.tokenizers import write_model_folder
 from worker.engines.profiles import LatencyProfile
@@ -140,7 +140,7 @@ async def test_all_processes_finish_the_streams_that_they_have_when_told_to_end(
     await server.stop()
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not on PATH")
+@needs_curl
 @pytest.mark.parametrize("key", ["", "sk-the-only-one"])
 async def test_call_that_the_banner_gives_works(tmp_path: Path, key: str):
     server = await FakeVllm().start()

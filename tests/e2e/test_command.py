@@ -93,7 +93,7 @@ def test_batch_ended_while_its_workers_start_leaves_nothing(tmp_path: Path, tag:
     process = start_command("batch", input_path, "-o", output_path, *TINY, environment=tagged_environment(tag))
     assert process.stderr is not None
     for line in process.stderr:
-        if "starting 1 workers" in line:
+        if "starting 1 worker " in line:
             break
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=240.0)
@@ -154,7 +154,7 @@ def test_up_that_is_killed_in_the_middle_is_undone_by_down(tmp_path: Path, tag: 
         process = start_command("up", "--workers", "1", *TINY, "--run-dir", run_dir, environment=environment)
         assert process.stderr is not None
         for line in process.stderr:
-            if "starting 1 workers" in line:
+            if "starting 1 worker " in line:
                 break
         process.kill()
         process.communicate()
@@ -169,7 +169,7 @@ def test_up_that_is_ended_in_the_middle_leaves_nothing(tmp_path: Path, tag: str)
     process = start_command("up", "--workers", "1", *TINY, "--run-dir", tmp_path, environment=environment)
     assert process.stderr is not None
     for line in process.stderr:
-        if "starting 1 workers" in line:
+        if "starting 1 worker " in line:
             break
     second = run_command("up", "--workers", "1", *TINY, "--run-dir", tmp_path, environment=environment)
     assert (second.returncode, "another `kvroute up`, `scale` or `drain` is at work" in second.stderr) == (2, True), (

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from router.http_server import listen, serving_http
+from router.http_server import bind, serving_http
 from router.keys import KeyEntry, KeyRing
 from router.tokenizer import Tokenizer
 from tests.support.dashboard_rig import rig
@@ -224,7 +224,7 @@ async def test_page_behind_a_key_is_live_and_comes_back_with_its_server(tmp_path
     entries = [KeyEntry(name="ops", key="sk-of-who-watches", admin=True), KeyEntry(name="chat", key="sk-of-a-user")]
     async with rig(2, rate_per_s=5.0) as running, contextlib.AsyncExitStack() as servers:
         # Open all the while, so that nobody else gets the port between two servers.
-        listener = servers.enter_context(contextlib.closing(listen("127.0.0.1", 0)))
+        listener = servers.enter_context(contextlib.closing(bind("127.0.0.1", 0)))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/dashboard"
 
         async def serve(server: contextlib.AsyncExitStack) -> None:

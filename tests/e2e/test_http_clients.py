@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import subprocess
 import typing
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +22,7 @@ from router.serve import make_batch_service, make_front, open_files
 from router.serving import Serving
 from shared.config import Settings
 from shared.types import WorkerId
+from tests.support.commands import needs_curl
 from tests.support.http_front import listening
 from tests.support.rack import assert_no_leftovers
 
@@ -476,7 +476,7 @@ def curls_of_the_readme() -> list[str]:
     return [line for line in lines if line.startswith("curl ")]
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not on PATH")
+@needs_curl
 async def test_curls_of_the_readme(service: Service) -> None:
     commands = curls_of_the_readme()
     assert commands
@@ -497,7 +497,7 @@ async def test_curls_of_the_readme(service: Service) -> None:
     await service.settle()
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not on PATH")
+@needs_curl
 async def test_curl_reads_streams_and_what_else_is_served(service: Service) -> None:
     def curl(*arguments: str, key: str = KEY) -> str:
         command = ["curl", "-sN", "--max-time", "120", "-H", f"Authorization: Bearer {key}", *arguments]

@@ -130,6 +130,7 @@ def test_several_processes_share_the_port_and_a_killed_one_comes_back(tmp_path: 
         (["--routers", "0"], "--routers 0: not a number of processes from 1 to 64"),
         (["--port", "70000"], "--port"),
         (["--files-dir", "/dev/null/files"], "--files-dir: cannot write /dev/null/files: Not a directory"),
+        (["--request-log", "/dev/null/log"], "--request-log: cannot write /dev/null/log: Not a directory"),
         (["--host", "203.0.113.1"], "--host, --port: cannot listen on 203.0.113.1"),
     ],
 )

@@ -73,7 +73,9 @@ async def test_service_goes_on_while_its_store_is_killed_and_fills_the_one_that_
 
     async def ask(number: int) -> None:
         body = f'{{"model": "tiny", "prompt": "{number} {"word " * 100}", "max_tokens": 4}}'.encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        )
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
         answer = await reader.read()
@@ -94,6 +96,14 @@ async def test_service_goes_on_while_its_store_is_killed_and_fills_the_one_that_
                 while "started again" not in (line := await asyncio.to_thread(process.stderr.readline)):
                     assert line
                 assert f"has died by signal 9 and is started again, empty: workers fill it ({death} of" in line
+            while workers_in(url) != {"w0", "w1"}:
+                await ask(number := number + 1)
+            keeper = server_of(tag)[0].parent()
+            assert keeper is not None
+            keeper.kill()
+            while "the keeper of the store" not in (line := await asyncio.to_thread(process.stderr.readline)):
+                assert line
+            assert "both are started again, empty: workers fill the store" in line
             while workers_in(url) != {"w0", "w1"}:
                 await ask(number := number + 1)
     finally:
@@ -124,5 +134,14 @@ async def test_store_of_a_deployment_is_started_again_and_status_tells(tmp_path:
                     break
         (line,) = status["store_restarts"]
         assert "has died by signal 9 and is started again" in line
+        keeper = server_of(tag)[0].parent()
+        assert keeper is not None
+        keeper.kill()
+        status = await deployment.status()
+        assert (status["is_store_kept"], status["store"].partition(":")[0]) == (False, "unreachable")
+        code, told = await deployment.run("up", *SIMULATED)
+        assert code == 0, told
+        assert "the keeper of the store had died, and the store with it: both are started again" in told
+        await until(lambda: workers_in(url) == {"w0"})
         code, told = await deployment.run("down")
         assert code == 0, told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
+import pytest
+
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not on PATH")
 
 _TAG_VARIABLE = "KVROUTE_TEST_TAG"
 """Inherited by all that a command starts, whatever session or parent it ends up with."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from router.answers import Generate
 from router.http import Backend, Front
 from router.http_call import DEPARTURE, Departure, Limits
-from router.http_server import listen, serving_http
+from router.http_server import bind, serving_http
 from router.keys import KeyRing
 from router.membership import STATES
 from router.tokenizer import Tokenizer
@@ -49,10 +50,11 @@ def make_front(
     fleet: Fleet | None = None,
     max_model_len_tokens: int = CONTEXT_TOKENS,
     metrics: bytes = b"# no metrics\n",
+    failures: Counter[str] | None = None,
     has_reasoning: bool = False,
     **options: Any,
 ) -> Front:
-    """A front whose answers come from `generate`."""
+    """A front whose answers come from `generate`; it counts what it refuses in `failures`."""
     fleet = fleet or Fleet()
     backend = Backend(
         model=MODEL,
@@ -62,6 +64,7 @@ def make_front(
         policy="cost",
         state_to_count=lambda: fleet.state_to_count,
         render_metrics=lambda: metrics,
+        note_failure=lambda code: (Counter() if failures is None else failures).update([code]),
         has_reasoning=has_reasoning,
     )
     clock = asyncio.get_running_loop().time
@@ -159,6 +162,6 @@ async def ask(
 @contextlib.asynccontextmanager
 async def listening(front: Front) -> AsyncIterator[str]:
     """The address of a server with the front, on a port that the system chooses."""
-    listener = listen("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     async with serving_http(front, [listener], front.limits):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

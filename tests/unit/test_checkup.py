@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -219,6 +221,23 @@ async def test_a_store_that_was_emptied_is_well_again_by_itself(ward: Ward) -> N
     state = await ward.check_up(is_patient=True)
     assert (state["is_healthy"], state["problems"]) == (True, [])
     assert [worker["num_in_store"] for worker in state["workers"]] == [10, 10]
+
+
+async def test_a_store_with_much_in_it_that_is_killed_is_well_again_by_itself(
+    ward: Ward, embedded_store: EmbeddedStore
+) -> None:
+    ward.name_to_worker["w0"].hold(keys(range(1000, 101_000)))
+    await ward.quiet()
+    assert embedded_store.pid is not None
+    os.kill(embedded_store.pid, signal.SIGKILL)
+    await wait_until(lambda: embedded_store.pid is None)
+    embedded_store.start()
+    async with asyncio.timeout(PATIENT_S):
+        while not (state := await ward.check_up(is_patient=True))["is_healthy"]:
+            pass
+    assert state["problems"] == []
+    assert [worker["num_in_store"] for worker in state["workers"]] == [100_010, 10]
+    assert [worker["num_in_mirror"] for worker in state["workers"]] == [100_010, 10]
 
 
 async def test_values_that_are_no_block_keys_are_found_and_mended(ward: Ward) -> None:

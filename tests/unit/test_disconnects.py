@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 
 from router.http import Backend, Front
 from router.keys import KeyRing
+from router.requests import Generated, GenerateRequest, RequestTrace
 from router.service import Router
 from router.tokenizer import Tokenizer
 from shared.hashing import pack_tokens
@@ -19,7 +21,7 @@ from shared.transport.client import ChannelClient
 from shared.types import RequestId, RouterId, Sampling
 from shared.vtime import run_virtual
 from tests.support.fakes import fake_tokens
-from tests.support.http_front import MODEL, Asking
+from tests.support.http_front import MODEL, Asking, Fleet, make_front
 from tests.support.rack import SECRET, Rack, ask, assert_no_leftovers, prompt, rack
 from tests.support.tokenizers import write_model_folder
 
@@ -52,7 +54,10 @@ def test_everything_is_free_within_a_second_after_a_client_has_left(
     async def scenario() -> None:
         async with rack(0 if when == "while-held" else 2, **SLOW) as workers, workers.router() as router:
             front = Front(
-                Backend(MODEL, 512, tokenizer, router.generate, "cost", lambda: {"ready": 1}, router.render_metrics),
+                replace(
+                    Backend.over(router, tokenizer, MODEL, 512, "cost"),
+                    state_to_count=lambda: {"ready": 1},
+                ),
                 KeyRing([], asyncio.get_running_loop().time),
                 name="test",
             )
@@ -103,5 +108,32 @@ def test_requests_of_a_router_that_vanishes_are_free_five_seconds_later_and_no_o
             answer, trace = await asked
             assert (answer, trace.failed_workers) == (fake_tokens(prompt(1, 16, 0), 200), [])
             await client.close()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("state", "lasted_s"), [("away", 5.0), ("ready", 60.0), ("draining", 60.0)])
+def test_server_that_is_to_end_waits_for_no_answers_once_no_worker_is_left_to_finish_them(
+    tokenizer: Tokenizer, state: str, lasted_s: float
+) -> None:
+    async def scenario() -> None:
+        async def never(request: GenerateRequest, trace: RequestTrace) -> AsyncIterator[Generated]:
+            yield Generated((5,))
+            await asyncio.Event().wait()
+
+        front = make_front(never, tokenizer, fleet=(fleet := Fleet()))
+        body = json.dumps({"model": MODEL, "prompt": "abc", "stream": True}).encode()
+        asking = Asking(front, "POST", "/v1/completions", body, {"content-type": "application/json"})
+        while not any(message["type"] == "http.response.body" for message in asking.sent):
+            asking.news.clear()
+            await asking.news.wait()
+        fleet.state_to_count |= {"ready": 0, state: 1}
+        clock = asyncio.get_running_loop().time
+        began_at_s = clock()
+        await front.drain(60.0)
+        assert clock() - began_at_s == pytest.approx(lasted_s)
+        front.cut()
+        *_, last = (await asking.answered()).events
+        assert last["error"]["message"] == "this server is shutting down"
 
     run_virtual(scenario())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import os
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from shared.directory import embedded, store_keeper
-from shared.directory.embedded import EmbeddedStore, find_server, stop_detached
+from shared.directory.embedded import EmbeddedStore, find_server, is_kept, revive_detached, stop_detached
 from shared.errors import ConfigError
 
 pytestmark = pytest.mark.redis
@@ -222,13 +223,65 @@ def test_keeper_that_is_told_to_end_ends_its_server() -> None:
     stop_detached(url)
 
 
+async def test_keeper_that_is_killed_takes_its_server_along_and_both_are_started_again_and_that_is_told() -> None:
+    told: list[str] = []
+    with EmbeddedStore(is_kept=True) as store:
+        watching = asyncio.create_task(store.watch(told.append))
+        for number in (1, 2):
+            keeper, server = store.pid, server_of(store.pid)
+            assert keeper is not None
+            os.kill(keeper, signal.SIGKILL)
+            async with asyncio.timeout(60):
+                while store.pid in (keeper, None):
+                    await asyncio.sleep(0.01)
+            wait_gone(server.pid)
+            wait_answers(store.url)
+            assert told[number - 1 :] == [
+                "the keeper of the store has died by signal 9, and the store with it; both are started again, empty: "
+                f"workers fill the store ({number} of at most 5 times within 10 minutes)"
+            ]
+        # The new keeper does what the former did.
+        server = server_of(store.pid)
+        server.kill()
+        wait_gone(server.pid)
+        wait_answers(store.url)
+        watching.cancel()
+
+
+async def test_store_that_is_told_to_end_is_left_alone_and_that_is_told() -> None:
+    told: list[str] = []
+    with EmbeddedStore(is_kept=True) as store:
+        watching = asyncio.create_task(store.watch(told.append))
+        await asyncio.sleep(0)
+        ask(store.url, b"SHUTDOWN NOSAVE")
+        await watching
+        assert store.pid is None
+    assert told == ["the store has ended with code 0 and is not started again: routing goes on without it"]
+
+
+def test_detached_store_whose_keeper_is_killed_can_be_started_again_at_its_address() -> None:
+    keeper, url = start_in_a_process_that_dies("detached and kept")
+    server = server_of(keeper)
+    assert (is_kept(url), revive_detached(url, os.environ)) == (True, None)
+    os.kill(keeper, signal.SIGKILL)
+    wait_gone(server.pid)
+    assert is_kept(url) is False
+    store = revive_detached(url, os.environ)
+    assert store is not None
+    assert ask(url, b"PING") == b"+PONG\r\n"
+    assert (is_kept(url), revive_detached(url, os.environ)) == (True, None)
+    stop_detached(url)
+    wait_until_dead(store)
+    assert is_kept(url) is None
+
+
 def test_server_that_dies_again_and_again_is_left_dead(tmp_path: Path) -> None:
     told: list[str] = []
     pauses_s: list[float] = []
     times_s = iter(range(100))
     command = ["/bin/sh", "-c", "kill -9 $$"]
     code = store_keeper.keep(
-        command, tmp_path / "log", tell=told.append, is_bound=False, clock=lambda: next(times_s), pause=pauses_s.append
+        command, tmp_path / "log", tell=told.append, clock=lambda: next(times_s), pause=pauses_s.append
     )
     assert (code, pauses_s, len(told)) == (1, [0.0, 1.0, 2.0, 4.0, 8.0], 6)
     assert told[-1] == (
@@ -246,7 +299,6 @@ def test_deaths_long_ago_do_not_count(tmp_path: Path) -> None:
         ["/bin/sh", "-c", script, str(tmp_path)],
         tmp_path / "log",
         tell=told.append,
-        is_bound=False,
         clock=lambda: next(times_s),
         pause=lambda pause_s: None,
     )

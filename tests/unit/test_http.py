@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -342,6 +343,29 @@ async def test_no_worker_is_told_at_once_and_workers_that_come_back_are_waited_f
     assert (ready.status, ready.json["is_ready"]) == (200, True)
 
 
+async def test_requests_refused_for_want_of_workers_are_counted_and_told_once(
+    fake: FakeGenerate, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = Fleet(dict.fromkeys(STATES, 0))
+    failures: Counter[str] = Counter()
+    front = make_front(fake, tokenizer, fleet=fleet, failures=failures)
+    for num_refused in (3, 2):
+        for _ in range(num_refused):
+            assert (await ask(front, CHAT, chat())).status == 503
+        fleet.state_to_count["ready"] = 1
+        assert (await ask(front, CHAT, chat())).status == 200
+        fleet.state_to_count["ready"] = 0
+        # Until what was seen is seen anew.
+        while (await ask(front, CHAT, chat())).status == 200:
+            await asyncio.sleep(0.01)
+    told = [record.getMessage() for record in caplog.records]
+    loss = "no worker is ready: requests are refused with status 503 until one is"
+    assert [line.partition(" after ")[0] for line in told] == [loss, "there are workers again"] * 2 + [loss]
+    # The refusal that ended a round counts with those of the next.
+    assert [line.partition("; ")[2] for line in told[1::2]] == ["3 requests were refused", "3 requests were refused"]
+    assert failures == {"service_unavailable": 7}
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("num_choices", [1, 3])
 async def test_caller_that_goes_away_before_the_first_token_frees_its_request(
@@ -395,6 +419,49 @@ async def test_request_carries_what_the_body_says(fake: FakeGenerate, tokenizer:
     assert unpack_tokens(request.token_ids) == tokenizer.encode("ab")
     assert (request.salt, request.priority, request.tenant) == ("s", -2, "kim")
     assert (request.sampling.temperature, request.sampling.seed, request.sampling.max_tokens) == (0.0, 3, 100)
+
+
+@pytest.mark.parametrize(
+    ("shown", "is_taken"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]:8000", True),
+        # Nobody can give an address another address.
+        ("10.1.2.3:8000", True),
+        ("kvroute.localhost", True),
+        ("this-machine:8000", True),
+        (None, True),
+        ("evil.example:8000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("evil.example:localhost", False),
+        ("[::1", False),
+        ("", False),
+        ("evil.example:80@localhost", False),
+        ("a" * 5000, False),
+        ("\xe9.example", False),
+    ],
+)
+async def test_front_without_keys_takes_requests_for_its_own_host_alone(
+    fake: FakeGenerate, tokenizer: Tokenizer, shown: str | None, is_taken: bool
+) -> None:
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"secret"})
+
+    front = make_front(fake, tokenizer, own_hosts={"localhost", "this-machine"}, mounts={"page": page})
+    headers = {} if shown is None else {"host": shown}
+    bodies = {COMPLETIONS: completion(), "/metrics": None, "/v1/models": None, "/page/x": None}
+    for answered in [await ask(front, path, body, headers=headers) for path, body in bodies.items()]:
+        if is_taken:
+            assert answered.status == 200
+        else:
+            assert answered.error == (403, "permission_denied", "host")
+            assert "--api-key" in answered.json["error"]["message"]
+            assert len(answered.body) < 600
+    assert len(fake.requests) == is_taken
 
 
 async def test_addresses_without_a_prompt(fake: FakeGenerate, tokenizer: Tokenizer) -> None:

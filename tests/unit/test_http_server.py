@@ -13,7 +13,7 @@ import pytest
 
 from router.dashboard import dashboard_app
 from router.http_call import Limits
-from router.http_server import _JoinedWrites, is_loopback, listen
+from router.http_server import _JoinedWrites, bind, is_loopback, serving_http
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Tokenizer
 from shared.errors import ConfigError
@@ -311,21 +311,50 @@ async def test_a_reader_that_is_slow_is_noticed_before_the_turn_is_over() -> Non
 
 
 def test_address_that_cannot_be_had_is_named() -> None:
-    with listen("127.0.0.1", 0) as taken:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
         port: Any = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--host, --port: cannot listen on 127\.0\.0\.1 port {port}"):
-            listen("127.0.0.1", port)
+            bind("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"--host, --port: cannot listen on 203\.0\.113\.1"):
-        listen("203.0.113.1", 0)
+        bind("203.0.113.1", 0)
+
+
+async def test_bound_address_refuses_until_somebody_listens_and_that_is_one_alone(tokenizer: Tokenizer) -> None:
+    front = make_front(FakeGenerate(echo(tokenizer)), tokenizer)
+    first = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    # Two servers that start at the same time both find the port free.
+    second = bind("127.0.0.1", port)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+    async with serving_http(front, [first], front.limits):
+        get = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        ((status, _, _),) = await answers(f"http://127.0.0.1:{port}", get)
+        assert status == 200
+        with second, pytest.raises(ConfigError, match=rf"--host, --port: cannot listen on 127\.0\.0\.1 port {port}: "):
+            async with serving_http(front, [second], front.limits):
+                raise AssertionError("it does not listen")
 
 
 def test_several_processes_may_share_a_port() -> None:
-    with listen("127.0.0.1", 0, is_shared=True) as one:
+    with bind("127.0.0.1", 0, is_shared=True) as one:
         port = one.getsockname()[1]
-        with listen("127.0.0.1", port, is_shared=True) as other:
+        with bind("127.0.0.1", port, is_shared=True) as other:
             assert other.getsockname()[1] == port
 
 
-def test_loopback_is_recognised() -> None:
-    hosts = ["127.0.0.1", "127.8.8.8", "::1", "localhost", "0.0.0.0", "::", "10.0.0.1", "example.com"]
-    assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 4
+def test_loopback_is_recognised_by_address_and_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_up = socket.getaddrinfo
+    known = {"this-machine": "127.0.1.1", "its-public-name": "203.0.113.1"}
+
+    def look_up_here(host: str, *arguments: Any, **options: Any) -> Any:
+        if host == "nobody":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(known.get(host, host), *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_here)
+    hosts = ["127.0.0.1", "127.8.8.8", "::1", "localhost", "this-machine"]
+    assert [is_loopback(host) for host in hosts] == [True] * 5
+    hosts = ["0.0.0.0", "::", "10.0.0.1", "its-public-name", "nobody"]
+    assert [is_loopback(host) for host in hosts] == [False] * 5

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,14 @@ import pytest
 
 from router import request_log
 from router.policies import make_policy
-from router.request_log import RequestLog
+from router.request_log import RequestLog, check_request_log
 from router.requests import GenerateRequest, RequestTrace, ServiceClass
 from router.simulation import FleetSpec, simulate
 from router.traces import TraceRequest, read_trace
 from router.workload import Workload, arrival_times_s, select
 from shared.errors import ConfigError
 from shared.hashing import block_keys, pack_tokens, root_key
+from shared.telemetry import Metrics
 from shared.types import RequestId, Sampling
 from tests.support.rack import SCHEME, ask, prompt, rack
 
@@ -166,25 +170,50 @@ async def test_file_that_cannot_be_written_is_an_error_before_anything_starts(tm
             await opened(path).__aenter__()
 
 
-async def test_full_disk_costs_lines_and_no_answers_and_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@contextlib.contextmanager
+def full_disk(room_bytes: int) -> Iterator[None]:
+    """The kernel takes no byte more in any file than these."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_disk_that_takes_nothing_is_found_at_the_start_and_the_log_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    async with opened(path) as log:
+        note(log)
+    before = path.read_bytes()
+    with (
+        full_disk(len(before) + 100),
+        pytest.raises(ConfigError, match=r"--request-log: cannot write .*: File too large"),
+    ):
+        await check_request_log(path)
+    assert path.read_bytes() == before
+    await check_request_log(path)
+    assert path.read_bytes() == before
+
+
+async def test_disk_that_fills_up_costs_lines_and_no_answers_and_is_told_once_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "log.jsonl"
-
-    def fail(fd: int, packed: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
-    async with opened(path) as log:
-        with monkeypatch.context() as patch:
-            patch.setattr(request_log, "_append", fail)
-            for index in range(3):
-                note(log, index)
+    metrics = Metrics()
+    async with opened(path) as log, rack(1) as workers, workers.router(request_log=log) as router:
+        log.expose(metrics)
+        await ask(router, "before", prompt(1, 160, 0))
+        await log._write()
+        with full_disk(path.stat().st_size + 10):
+            for number in range(3):
+                await ask(router, f"full-{number}", prompt(1, 160, number))
                 await log._write()
-        note(log, 9)
-    assert log.num_left_out == 3
-    assert len(list(read_trace(path))) == 1
+        await ask(router, "after", prompt(1, 160, 9))
+    assert len(list(read_trace(path))) == 2
+    assert "kvroute_request_log_left_out_total 3" in metrics.render().decode()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        f"request log {path}: requests are left out: No space left on device"
+        f"request log {path}: requests are left out: File too large"
     ]
 
 

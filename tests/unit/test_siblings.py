@@ -109,3 +109,33 @@ async def test_process_that_is_being_started_again_ends_with_the_others(
             others.end()
             await others.ended()
         assert (tmp_path / "ended").exists()
+
+
+HANGING = """
+import json, os, pathlib, signal, sys
+folder = pathlib.Path(json.loads(sys.stdin.readline())["folder"])
+is_first = not (folder / "first").exists()
+(folder / "first").touch()
+print("ready", flush=True)
+if is_first:
+    print("alive", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+sys.stdin.read()
+"""
+"""A process that is stopped after its first beat; the one that follows is not."""
+
+
+async def test_process_that_says_nothing_any_more_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "_CHILD", ("-c", HANGING))
+    monkeypatch.setattr(siblings, "_RESTART_S", 0.0)
+    monkeypatch.setattr(siblings, "BEAT_S", 0.1)
+    said: list[str] = []
+    async with siblings.Siblings([{"folder": str(tmp_path)}], 60.0, said.append), asyncio.timeout(60.0):
+        while len(said) < 2:
+            await asyncio.sleep(0.01)
+    assert said[:2] == [
+        "server process 1 has said nothing for 1 s: it is killed",
+        "server process 1 has ended with -9: it is started again",
+    ]
