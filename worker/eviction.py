@@ -57,7 +57,8 @@ class FreeBlocks(Generic[Key]):
     @property
     def num_free(self) -> tuple[int, ...]:
         """Free blocks by class."""
-        return tuple(free_list.size for free_list in self._lists)
+        unhashed, low_priority, private, shared = self._lists
+        return unhashed.size, low_priority.size, private.size, shared.size
 
     @property
     def num_keys(self) -> int:

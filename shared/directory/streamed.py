@@ -168,14 +168,17 @@ class StreamedFeed:
 
     def _read_one(self, worker: WorkerId, last: int, now_s: float) -> tuple[list[Entry], float | None]:
         """What one stream has after an entry: what can be read by now, or else when the first of it can."""
+        stream = self._store.worker_to_stream.get(worker)
+        if not stream or stream[-1].number <= last:
+            return [], None
         later: list[StreamEntry] = []
-        for entry in reversed(self._store.worker_to_stream.get(worker, ())):
+        for entry in reversed(stream):
             if entry.number <= last:
                 break
             later.append(entry)
         newest_s = now_s - self._lag_s + _SLACK_S
         ready = [entry for entry in reversed(later) if entry.written_at_s <= newest_s]
-        if ready or not later:
+        if ready:
             return [Entry(EntryId(str(entry.number)), entry.batch) for entry in ready], None
         return [], later[-1].written_at_s + self._lag_s
 
