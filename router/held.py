@@ -210,9 +210,11 @@ class HeldTable:
         if row is None:
             return
         held.row = None
-        self._set_own_tokens(row, 0)
+        if self._own_tokens[row]:
+            # Else it is bound, and out of the backlog and the index.
+            self._set_own_tokens(row, 0)
+            self._unindex(held)
         self.num_choosy -= held.is_choosy
-        self._unindex(held)
         last = len(self._held) - 1
         if row != last:
             moved = self._held[row] = self._held[last]

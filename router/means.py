@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from router.policies.base import FleetState, Loads
 
 _WEIGHT = 0.05
@@ -36,14 +34,14 @@ class Means:
 
     def fleet_state(self, loads: Loads, *, backlog_tokens: int, num_routers: int, block_size_tokens: int) -> FleetState:
         """The means in the seconds of this fleet."""
-        prefill_s_per_token = float(np.add.reduce(loads.prefill_s_per_token)) / len(loads)
+        prefill_s_per_token = loads.mean_prefill_s_per_token
         return FleetState(
             prefill_s_per_token=prefill_s_per_token,
             mean_full_s=self._full_tokens * prefill_s_per_token,
             mean_own_s=self._own_tokens * prefill_s_per_token,
             backlog_s=backlog_tokens * prefill_s_per_token,
             mean_output_tokens=self.output_tokens,
-            token_s=float(np.add.reduce(loads.busy_step_s)) / len(loads),
+            token_s=loads.mean_busy_step_s,
             num_workers=len(loads),
             num_routers=num_routers,
             block_size_tokens=block_size_tokens,

@@ -70,9 +70,11 @@ class HoldQueue:
             clock=clock,
         )
         self._num_taken = 0
-        self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """None before the start and after the end: nobody looks then."""
+        self._next_look: asyncio.Handle | None = None
+        """In the loop's next turn, so that all that changes in one is looked at once; None where nothing has."""
 
     def __len__(self) -> int:
         return len(self._admission)
@@ -84,21 +86,23 @@ class HoldQueue:
 
     def start(self) -> None:
         """Begin to bind requests."""
-        self._task = asyncio.create_task(self._run(), name="hold-queue")
+        self._loop = asyncio.get_running_loop()
+        self._next_look = self._loop.call_soon(self._look)
 
     async def close(self) -> None:
         """Stop; whoever still waits, or comes later, gets `NoWorker`."""
         self._is_closed = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._loop = None
+        if self._next_look is not None:
+            self._next_look.cancel()
         await self._binder.close()
         self._binder.fail_all(NoWorker("the router is closing"))
 
     def poke(self) -> None:
         """Something that decisions depend on has changed. Cheap, callable from anywhere on the loop."""
         self._binder.note_change()
-        self._changed.set()
+        if self._next_look is None and self._loop is not None:
+            self._next_look = self._loop.call_soon(self._look)
 
     def check_context(self, request: GenerateRequest) -> None:
         """Raise `ContextTooLong` for a prompt that no worker could ever hold.
@@ -198,11 +202,9 @@ class HoldQueue:
         """What decisions know of requests in general, in this fleet's seconds."""
         return self._binder.fleet_state(loads)
 
-    async def _run(self) -> None:
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            self._binder.look()
+    def _look(self) -> None:
+        self._next_look = None
+        self._binder.look()
 
     def _enter(self, held: Held) -> None:
         """Give a request its place in the queue. Raises `QueueFull`."""

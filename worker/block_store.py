@@ -101,32 +101,48 @@ class BlockStore:
         blocks: Sequence[int],
         keys: Sequence[BlockKey],
         root: BlockKey,
-        numbers: Iterable[int],
+        start: int,
+        end: int,
         request: str,
         is_low_priority: bool = False,
     ) -> int:
         """Let full blocks of one sequence be found by their keys, up to the first whose key stands for another text.
 
-        `blocks` and `keys` are all of the sequence's; `numbers` says which of them, in order. Tells how many that are.
+        `blocks` and `keys` are all of the sequence's; those from `start` to before `end` are meant. Tells how many that
+        are.
         """
-        key_of, find, cache = self.free.key_of, self.free.find, self.free.cache
-        num_published = 0
+        free = self.free
         stored: list[BlockKey] = []
-        for number in numbers:
+        number = start
+        while number < end:
             block, key = blocks[number], keys[number]
-            if key_of(block) is None:
-                parent, before = (keys[number - 1], blocks[number - 1]) if number else (root, None)
-                other = find(key)
-                if other is not None and not self._is_same_text(other, self.tokens[block], parent):
-                    break
-                self._parents[block] = parent
-                self._is_first[block] = before is None
-                if cache(block, key, request, before, is_low_priority):
-                    stored.append(key)
-            num_published += 1
+            if free.key_of(block) is not None:
+                number += 1
+                continue
+            parent, before = (keys[number - 1], blocks[number - 1]) if number else (root, None)
+            other = free.find(key)
+            if other is None:
+                num_new = free.cache_new(blocks[number:end], keys[number:end], request, before, is_low_priority)
+                new = slice(number, number + num_new)
+                self._note_parents(blocks[new], parent, keys[new], is_first=before is None)
+                stored += keys[new]
+                number += num_new
+            elif self._is_same_text(other, self.tokens[block], parent):
+                free.cache(block, key, request, before, is_low_priority)
+                self._note_parents((block,), parent, (key,), is_first=before is None)
+                number += 1
+            else:
+                break
         if self._changes is not None:
             self._changes.note_stored(stored)
-        return num_published
+        return number - start
+
+    def _note_parents(
+        self, blocks: Sequence[int], parent: BlockKey, keys: Sequence[BlockKey], *, is_first: bool
+    ) -> None:
+        for block, key in zip(blocks, keys, strict=True):
+            self._parents[block], self._is_first[block] = parent, is_first
+            parent, is_first = key, False
 
     def forget_free(self) -> None:
         """Let nothing be found any more that nobody holds. Linear in the free blocks."""

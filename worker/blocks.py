@@ -124,12 +124,12 @@ class BlockPool:
         sequence.num_computed_tokens = num_computed_tokens
         if not sequence.is_findable:
             return
-        numbers = range(sequence.num_committed_blocks, num_computed_tokens // self.block_size_tokens)
+        start, end = sequence.num_committed_blocks, num_computed_tokens // self.block_size_tokens
         num_published = self._store.publish(
-            sequence.blocks, sequence.keys, sequence.root, numbers, sequence.request, sequence.is_low_priority
+            sequence.blocks, sequence.keys, sequence.root, start, end, sequence.request, sequence.is_low_priority
         )
         sequence.num_committed_blocks += num_published
-        if num_published < len(numbers):
+        if num_published < end - start:
             sequence.is_findable = False
             self._num_collisions += 1
 

@@ -20,7 +20,7 @@ from worker.engines.base import BlockChange, Engine, EngineInfo, EngineRequest
 from worker.engines.profiles import LatencyProfile
 from worker.engines.simulator import SimulatorEngine
 from worker.engines.simulator_options import SimulatorOptions
-from worker.eviction import HEAD_STARTS
+from worker.head_start import HEAD_STARTS
 from worker.latency import non_negative_fit
 
 _PROMPT_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -14,83 +14,14 @@ Age counts allocations of the pool, not seconds, so that the rule does not depen
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from types import MappingProxyType
 from typing import Generic
 
 from worker.free_list import Block, BlockClass, FreeList, Key
-
-ADAPTIVE = "adaptive"
-HEAD_STARTS = MappingProxyType({"lru": 0.0, "shared_first": math.inf, ADAPTIVE: 1.0})
-"""Rule name to head start, in pool sizes; that of `adaptive` is where it begins."""
-MAX_HEAD_START = 16.0
-"""Keeps nine in ten returns of a prompt that comes back at random, every seven turnovers of the pool on average."""
-STEP_POOL_SIZES = 4.0
-"""How far a pool's worth of ghost hits moves the head start: a fourth of its range, where ARC's moves through all.
-Faster is restless, which costs chats; slower loses more of what returns rarely before it is learnt."""
+from worker.head_start import ADAPTIVE, HEAD_STARTS, AdaptiveHeadStart
 
 _UNHASHED, _LOW_PRIORITY, _PRIVATE, _SHARED = BlockClass
 """Python 3.11 calls a function written in Python whenever a member is read from its class, here for every block."""
-
-
-class AdaptiveHeadStart(Generic[Key]):
-    """A head start that moves as in ARC (Megiddo and Modha, FAST '03): by the keys that were missed after they went.
-
-    A miss on a key that went while shared says that shared blocks go too soon and raises the head start; one on a key
-    that went while private lowers it. The rarer kind of the two remembered moves it further. Each list of such ghosts
-    holds half a pool. And as there, a ghost says more than how to move: its key comes back as one that several
-    requests have used, or a prompt that returns too rarely would be forgotten as often as it goes and never seen to be
-    shared. Every operation takes constant time.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self.pool_sizes = HEAD_STARTS[ADAPTIVE]
-        self.num_ghost_hits = [0, 0]
-        """Misses on keys that went while private and while shared."""
-        self._num_blocks = num_blocks
-        self._most_ghosts = num_blocks // 2
-        self._private: OrderedDict[Key, str] = OrderedDict()
-        self._shared: OrderedDict[Key, str] = OrderedDict()
-
-    @property
-    def num_ghosts(self) -> tuple[int, int]:
-        """Keys remembered that went while private and while shared."""
-        return len(self._private), len(self._shared)
-
-    def remember(self, key: Key, block_class: BlockClass, first_request: str) -> None:
-        """The last copy of a key has gone to make room."""
-        ghosts = self._shared if block_class is _SHARED else self._private
-        ghosts[key] = first_request
-        if len(ghosts) > self._most_ghosts:
-            ghosts.popitem(last=False)
-
-    def recompute(self, key: Key, request: str) -> bool:
-        """A key that was not cached has been computed for `request`. Tells whether two requests are known to use it.
-
-        Its ghost, if there is one, is deleted. A ghost moves the head start once, and never for the request that had
-        filled the key itself: one that comes back after a preemption says nothing about what other requests will ask
-        for.
-        """
-        was_shared = key in self._shared
-        first_request = (self._shared if was_shared else self._private).pop(key, None)
-        if first_request is None or first_request == request:
-            return was_shared
-        self.num_ghost_hits[was_shared] += 1
-        # The ghost that was hit counts still, so neither divisor is zero.
-        num_same, num_other = len(self._private) + (not was_shared), len(self._shared) + was_shared
-        if was_shared:
-            num_same, num_other = num_other, num_same
-        step = max(1.0, num_other / num_same) * STEP_POOL_SIZES / self._num_blocks
-        moved = self.pool_sizes + step if was_shared else self.pool_sizes - step
-        self.pool_sizes = min(MAX_HEAD_START, max(0.0, moved))
-        return True
-
-    def forget_ghosts(self) -> None:
-        """Keys of before mean nothing any more. What has been learnt stays."""
-        self._private.clear()
-        self._shared.clear()
 
 
 class FreeBlocks(Generic[Key]):
@@ -126,7 +57,8 @@ class FreeBlocks(Generic[Key]):
     @property
     def num_free(self) -> tuple[int, ...]:
         """Free blocks by class."""
-        return tuple(free_list.size for free_list in self._lists)
+        unhashed, low_priority, private, shared = self._lists
+        return unhashed.size, low_priority.size, private.size, shared.size
 
     @property
     def num_keys(self) -> int:
@@ -178,13 +110,9 @@ class FreeBlocks(Generic[Key]):
 
         `parent` holds the key before it in the prompt; None for a first one.
         """
-        holder = self._blocks[block]
-        oldest = self._key_to_block.get(key)
-        if oldest is None:
-            holder.block_class = self._class_of_new(key, request, parent, is_low_priority)
-            self._key_to_block[key] = holder
-            holder.key, holder.first_request = key, request
+        if self.cache_new((block,), (key,), request, parent, is_low_priority):
             return True
+        holder, oldest = self._blocks[block], self._key_to_block[key]
         self._use(oldest, request)
         if oldest is not holder:
             if oldest.copies is None:
@@ -194,6 +122,30 @@ class FreeBlocks(Generic[Key]):
             holder.key, holder.first_request = oldest.key, oldest.first_request
             holder.block_class = oldest.block_class
         return False
+
+    def cache_new(
+        self,
+        blocks: Sequence[int],
+        keys: Sequence[Key],
+        request: str,
+        parent: int | None = None,
+        is_low_priority: bool = False,
+    ) -> int:
+        """As `cache` for each of these, which follow one another in a prompt, up to the first key that is held.
+
+        Tells how many that are.
+        """
+        all_blocks, key_to_block = self._blocks, self._key_to_block
+        block_class = _SHARED if parent is None else all_blocks[parent].block_class
+        num_cached = 0
+        for number, key in zip(blocks, keys, strict=True):
+            if key in key_to_block:
+                break
+            block_class = self._class_of_new(key, request, block_class, is_low_priority)
+            block = key_to_block[key] = all_blocks[number]
+            block.key, block.first_request, block.block_class = key, request, block_class
+            num_cached += 1
+        return num_cached
 
     def use(self, key: Key, request: str) -> None:
         """A request was served from `key`. Unknown keys are ignored.
@@ -314,14 +266,11 @@ class FreeBlocks(Generic[Key]):
         if num_blocks > len(self):
             raise IndexError("no block is free" if not len(self) else f"{len(self)} blocks are free, not {num_blocks}")
         adaptive, refreshed, key_to_block = self._adaptive, self._refreshed, self._key_to_block
+        self._num_allocations += num_blocks
         popped: list[int] = []
-        for _ in range(num_blocks):
-            free_list = self._next_list()
-            block = free_list.end.next
-            free_list.remove(block)
+        for block in self._take(num_blocks):
             if refreshed:
                 refreshed.discard(block.number)
-            self._num_allocations += 1
             key = block.key
             if key is not None:
                 block_class = block.block_class
@@ -354,13 +303,13 @@ class FreeBlocks(Generic[Key]):
                 j += 1
         return [block.number for block in order]
 
-    def _class_of_new(self, key: Key, request: str, parent: int | None, is_low_priority: bool) -> BlockClass:
+    def _class_of_new(self, key: Key, request: str, before: BlockClass, is_low_priority: bool) -> BlockClass:
         """What a key is worth that was not cached, so that it never goes after what stands behind it in the prompt.
 
-        It is shared at once if `adaptive` remembers another request, and what stands before it is. What stands behind
-        blocks of low priority goes with them, also if the request has come back with another priority.
+        `before` is the class of the key before it. It is shared at once if `adaptive` remembers another request, and
+        what stands before it is. What stands behind blocks of low priority goes with them, also if the request has come
+        back with another priority.
         """
-        before = _SHARED if parent is None else self._blocks[parent].block_class
         if self._adaptive is not None and self._adaptive.recompute(key, request):
             self._head_start_allocations = self._adaptive.pool_sizes * self._num_blocks
             if before is _SHARED:
@@ -403,16 +352,20 @@ class FreeBlocks(Generic[Key]):
     def _append(self, block: Block[Key], block_class: BlockClass) -> None:
         self._lists[block_class].append((block,), self._num_allocations)
 
-    def _next_list(self) -> FreeList[Key]:
-        """Whose head goes next. One block at least must be free."""
+    def _take(self, num_blocks: int) -> list[Block[Key]]:
+        """Take out the blocks that go next, in that order. So many must be free."""
         unhashed, low_priority, private, shared = self._lists
-        if unhashed.size:
-            return unhashed
-        if low_priority.size:
-            return low_priority
-        if not private.size or not shared.size:
-            return private if private.size else shared
-        return private if self._goes_first(private.end.next, shared.end.next) else shared
+        taken = unhashed.take(num_blocks)
+        taken += low_priority.take(num_blocks - len(taken))
+        while len(taken) < num_blocks:
+            num_left = num_blocks - len(taken)
+            if not shared.size:
+                taken += private.take(num_left)
+            elif private.size and self._goes_first(private.end.next, shared.end.next):
+                taken += private.take(num_left, shared.end.next.freed_at + self._head_start_allocations)
+            else:
+                taken += shared.take(1 if private.size else num_left)
+        return taken
 
     def _goes_first(self, private: Block[Key], shared: Block[Key]) -> bool:
         """Whether the private of two heads goes; of equally old ones it does, since it is the later in the prompt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from enum import IntEnum
 from typing import Generic, TypeVar
@@ -71,6 +72,23 @@ class FreeList(Generic[Key]):
     def prepend(self, blocks: Sequence[Block[Key]], freed_at: int) -> None:
         """Let these go first, the first of them before the others. They must be in no list."""
         self._insert(self.end, blocks, self.end.next, freed_at)
+
+    def take(self, most: int, freed_until: float = math.inf) -> list[Block[Key]]:
+        """Take out the first blocks, at most so many, as long as they became free by then."""
+        taken: list[Block[Key]] = []
+        block = end = self.end
+        while len(taken) < most:
+            block = block.next
+            if block is end or block.freed_at > freed_until:
+                break
+            block.free_list = None
+            taken.append(block)
+        if taken:
+            behind = taken[-1].next
+            end.next = behind
+            behind.previous = end
+            self.size -= len(taken)
+        return taken
 
     def remove(self, block: Block[Key]) -> None:
         """Take out a block of this list."""

@@ -81,6 +81,14 @@ class Loads:
     """What a request sent now may take. Of one that runs nothing, anything: what it cannot hold it refuses by name; no
     wait would mend that."""
     has_free_slot: Flags = field(default_factory=lambda: _DERIVED)
+    blind_s: Floats = field(init=False)
+    """Until a worker's word on what it is sent now could be here: a step full of prefill, a status and a round trip."""
+    num_over_mean: Floats = field(init=False)
+    """Requests that it has more than its share of all."""
+    total_queued_s: float = field(init=False)
+    mean_prefill_s_per_token: float = field(init=False)
+    mean_busy_step_s: float = field(init=False)
+    """What a router needs at every decision is worked out once for all that see the same loads."""
 
     def __post_init__(self) -> None:
         if self.queued_prefill_s is _DERIVED:
@@ -99,6 +107,12 @@ class Loads:
             self.free_blocks = np.where(self.num_requests, unused_blocks, UNLIMITED_BLOCKS)
         if self.has_free_slot is _DERIVED:
             self.has_free_slot = self.num_requests < self.max_num_seqs
+        num_workers = len(self.workers) or 1
+        self.blind_s = self.step_budget_s + self.status_age_s + self.round_trip_s
+        self.num_over_mean = np.maximum(self.num_requests - np.add.reduce(self.num_requests) / num_workers, 0.0)
+        self.total_queued_s = float(np.add.reduce(self.queued_prefill_s))
+        self.mean_prefill_s_per_token = float(np.add.reduce(self.prefill_s_per_token)) / num_workers
+        self.mean_busy_step_s = float(np.add.reduce(self.busy_step_s)) / num_workers
 
     def __len__(self) -> int:
         return len(self.workers)

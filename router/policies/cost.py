@@ -58,7 +58,7 @@ class CostPolicy:
         """Seconds; ties by the first block that nobody holds, so that equal prompts agree on who is to compute it."""
         weights = self._weights
         queued_s, has_free_slot = loads.queued_prefill_s, loads.has_free_slot
-        pressure = _pressure(queued_s, fleet)
+        pressure = _pressure(loads, fleet)
         prefill_s_per_token: Floats = weights.own_prefill * loads.prefill_s_per_token
         own_s: Floats = np.multiply(requests.own_tokens, _row(prefill_s_per_token))
         missing_blocks = requests.new_blocks(fleet.block_size_tokens) - _row(loads.free_blocks)
@@ -73,7 +73,7 @@ class CostPolicy:
         if weights.again and np.count_nonzero(requests.under_way[:, 2]):
             terms["again_s"] = weights.again * _again_s(requests, loads)
         if weights.crowd:
-            terms["crowd_s"] = weights.crowd * _crowd_s(loads)
+            terms["crowd_s"] = weights.crowd * (loads.busy_step_s * loads.num_over_mean)
         if weights.room and not (_are_all(fits) and _are_all(has_free_slot)):
             terms["room_s"] = weights.room * _room_s(missing_blocks, loads, fleet) / (1.0 + pressure)
         bound_s = self._bound_s(loads, fleet, requests.age_s[:, None])
@@ -100,10 +100,9 @@ class CostPolicy:
 
     def _bound_s(self, loads: Loads, fleet: FleetState, age_s: Floats) -> Floats:
         """A worker that has less than this to prefill would have nothing left before another request could come."""
-        bound_s = loads.step_budget_s + loads.status_age_s + loads.round_trip_s
         if fleet.num_routers > 1:
-            bound_s = bound_s + self._weights.patience * age_s
-        return bound_s
+            return loads.blind_s + self._weights.patience * age_s
+        return loads.blind_s
 
     def urgency(self, age_s: Floats, own_s: Floats, occupancy_s: Floats, fleet: FleetState) -> Floats:
         """The shortest first, by the time of a worker that each takes up; before them, the oldest of those that have
@@ -134,11 +133,11 @@ def _are_all(flags: Flags) -> bool:
     return bool(np.count_nonzero(flags) == flags.size)
 
 
-def _pressure(queued_s: Floats, fleet: FleetState) -> float:
+def _pressure(loads: Loads, fleet: FleetState) -> float:
     """How many mean prompts wait for each worker, there or here."""
     if not fleet.mean_full_s:
         return 0.0
-    return float(np.add.reduce(queued_s) + fleet.backlog_s) / (len(queued_s) * fleet.mean_full_s)
+    return (loads.total_queued_s + fleet.backlog_s) / (len(loads) * fleet.mean_full_s)
 
 
 def _crowding_s(queued_s: Floats, fleet: FleetState) -> float:
@@ -152,11 +151,6 @@ def _again_s(requests: Requests, loads: Loads) -> Floats:
     again_tokens = np.maximum(promised_tokens - np.maximum(requests.matched_tokens, held_tokens), 0)
     again_s: Floats = again_tokens * loads.prefill_s_per_token
     return np.where(loads.queued_prefill_s[column] <= _WORTH_WAITING * again_s, again_s, 0.0)
-
-
-def _crowd_s(loads: Loads) -> Floats:
-    num_over: Floats = np.maximum(loads.num_requests - np.add.reduce(loads.num_requests) / len(loads), 0.0)
-    return loads.busy_step_s * num_over
 
 
 def _room_s(missing_blocks: Ints, loads: Loads, fleet: FleetState) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import deque
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,9 +160,9 @@ class Mirror:
 
         Does not modify. One look-up for each key until nobody holds it; nothing is inferred from keys further on.
         """
-        asked = set(workers)
+        asked = workers.keys() if isinstance(workers, Mapping) else set(workers)
         candidates = self._shown_bits
-        if not asked.issuperset(self._worker_to_copy):
+        if not asked >= self._worker_to_copy.keys():
             candidates = sum(copy.bit for worker, copy in self._worker_to_copy.items() if worker in asked)
         found: dict[WorkerId, Match] = {}
         shards = self._shards

@@ -38,7 +38,8 @@ class StreamedDirectory(MemoryDirectory):
         self._max_stream_entries = max_stream_entries
         self._num_entries = 0
         self.worker_to_stream: dict[WorkerId, deque[StreamEntry]] = {}
-        self._worker_to_waiters: dict[WorkerId, list[asyncio.Future[None]]] = {}
+        self._worker_to_waiters: dict[WorkerId, list[tuple[float, asyncio.Future[None]]]] = {}
+        """Who waits, and how long after an entry was added it is to be told."""
 
     async def register(self, info: WorkerInfo, epoch: Epoch, lease_s: float) -> Reply:
         self.lease(info.worker)  # what has expired takes its stream along
@@ -81,13 +82,17 @@ class StreamedDirectory(MemoryDirectory):
         """Workers whose lease nobody has found expired so far."""
         return list(self._entry_of)
 
-    async def written(self, workers: Iterable[WorkerId], until_s: float) -> None:
-        """Wait until something is added to one of these streams, but no longer than until then, which may be never."""
+    async def written(self, workers: Iterable[WorkerId], until_s: float, *, lag_s: float = 0.0) -> None:
+        """Wait until `lag_s` after something is added to one of these streams, but no longer than until then.
+
+        That may be never.
+        """
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
+        waiting = lag_s, waiter
         lists = [self._worker_to_waiters.setdefault(worker, []) for worker in workers]
         for waiters in lists:
-            waiters.append(waiter)
+            waiters.append(waiting)
         timer = loop.call_at(until_s, _wake, waiter) if until_s < math.inf else None
         try:
             await waiter
@@ -95,7 +100,7 @@ class StreamedDirectory(MemoryDirectory):
             if timer is not None:
                 timer.cancel()
             for waiters in lists:
-                waiters.remove(waiter)
+                waiters.remove(waiting)
 
     def _append(self, batch: EventBatch) -> None:
         self._num_entries += 1
@@ -104,8 +109,11 @@ class StreamedDirectory(MemoryDirectory):
         if stream is None:
             stream = self.worker_to_stream[worker] = deque(maxlen=self._max_stream_entries)
         stream.append(StreamEntry(self._num_entries, batch, self._clock()))
-        for waiter in self._worker_to_waiters.get(worker, ()):
-            _wake(waiter)
+        for lag_s, waiter in self._worker_to_waiters.get(worker, ()):
+            if lag_s:
+                asyncio.get_running_loop().call_later(lag_s, _wake, waiter)
+            else:
+                _wake(waiter)
 
 
 class StreamedFeed:
@@ -156,18 +164,21 @@ class StreamedFeed:
             if next_due_s < until_s:
                 await asyncio.sleep(next_due_s - clock())
             else:
-                await self._store.written(worker_to_entry, until_s)
+                await self._store.written(worker_to_entry, until_s, lag_s=self._lag_s)
 
     def _read_one(self, worker: WorkerId, last: int, now_s: float) -> tuple[list[Entry], float | None]:
         """What one stream has after an entry: what can be read by now, or else when the first of it can."""
+        stream = self._store.worker_to_stream.get(worker)
+        if not stream or stream[-1].number <= last:
+            return [], None
         later: list[StreamEntry] = []
-        for entry in reversed(self._store.worker_to_stream.get(worker, ())):
+        for entry in reversed(stream):
             if entry.number <= last:
                 break
             later.append(entry)
         newest_s = now_s - self._lag_s + _SLACK_S
         ready = [entry for entry in reversed(later) if entry.written_at_s <= newest_s]
-        if ready or not later:
+        if ready:
             return [Entry(EntryId(str(entry.number)), entry.batch) for entry in ready], None
         return [], later[-1].written_at_s + self._lag_s
 

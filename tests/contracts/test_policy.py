@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ def test_costs_do_not_depend_on_where_a_worker_stands_nor_on_other_requests(name
         requests = random_requests(draws, 4, 6)
         costs = policy.costs(requests, loads, FLEET, random.Random(1))
         order = draws.sample(range(6), 6)
-        moved = Loads(*(_taken(getattr(loads, field), order) for field in Loads.__slots__))
+        moved = Loads(*(_taken(getattr(loads, field.name), order) for field in fields(Loads) if field.init))
         for row, request in enumerate(_rows(requests)):
             alone = policy.costs(request, loads, FLEET, random.Random(1))
             assert alone.total[0] == pytest.approx(costs.total[row], rel=1e-12, abs=1e-12)
@@ -390,7 +390,7 @@ def plain_cost(
     weights: CostWeights, loads: Loads, requests: Requests, fleet: FleetState, row: int, column: int
 ) -> tuple[float, bool]:
     """One pairing by plain arithmetic."""
-    w = {name: getattr(loads, name)[column] for name in Loads.__slots__}
+    w = {field.name: getattr(loads, field.name)[column] for field in fields(Loads) if field.init}
     num_workers = len(loads)
     queued_s = [
         tokens * speed for tokens, speed in zip(loads.queued_prefill_tokens, loads.prefill_s_per_token, strict=True)

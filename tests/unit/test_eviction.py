@@ -6,8 +6,9 @@ import pytest
 
 from shared.config import EvictionName
 from tests.support.operations import count_operations
-from worker.eviction import HEAD_STARTS, MAX_HEAD_START, STEP_POOL_SIZES, FreeBlocks
+from worker.eviction import FreeBlocks
 from worker.free_list import BlockClass
+from worker.head_start import HEAD_STARTS, MAX_HEAD_START, STEP_POOL_SIZES
 
 
 def full_pool(rule: str, num_blocks: int) -> FreeBlocks[str]:

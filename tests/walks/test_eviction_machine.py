@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.machines import walk
-from worker.eviction import MAX_HEAD_START, STEP_POOL_SIZES, FreeBlocks
+from worker.eviction import FreeBlocks
 from worker.free_list import BlockClass
+from worker.head_start import MAX_HEAD_START, STEP_POOL_SIZES
 
 INDEX = st.integers(0, 9)
 """Names one of what is there, modulo how many there are."""
