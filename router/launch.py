@@ -310,5 +310,7 @@ def worker_environment(marker: str, folder: str | None) -> dict[str, str]:
     environment = {runfile.MARKER_VARIABLE: marker}
     if folder is not None:
         environment["TMPDIR"] = folder
+        # Ray's own folder stays where it is: the path of its sockets must not grow too long.
+        environment["RAY_TMPDIR"] = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return environment
