@@ -23,6 +23,7 @@ from ray.util.placement_group import get_placement_group, placement_group, remov
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from router.placement import Node, WorkerResources, describe_room, num_workers_that_fit
+from shared.environment import inherited
 from shared.errors import ConfigError, EngineError, KvrouteError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _OBJECT_STORE_BYTES = 100 << 20
 def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, str]) -> str:
     """Join the Ray cluster at `address`, or start a local one that ends with this process.
 
-    Gives the address, found where it was `auto`.
+    Workers that are started from here get the environment. Gives the address, found where it was `auto`.
 
     Raises:
         ConfigError: there is no cluster at the address.
@@ -57,10 +58,14 @@ def connect_ray(address: str, *, num_local_cpus: int, environment: Mapping[str, 
             "object_store_memory": _OBJECT_STORE_BYTES,
             "_system_config": _SYSTEM_CONFIG,
         }
-    options["runtime_env"] = {"env_vars": dict(environment)}
+    if address and environment:
+        options["runtime_env"] = {"env_vars": dict(environment)}
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(**options)
+        # Workers inherit it from a Ray of their own, which so has processes ready for them: one that is asked of each
+        # worker means another process, and seconds until Ray's agent has agreed to it.
+        with inherited(environment if not address else {}):
+            ray.init(**options)
     except (OSError, ValueError, RuntimeError) as error:
         what = f"--ray-address: cannot join Ray at {address!r}" if address else "Ray does not start on this host"
         raise ConfigError(f"{what}: {error}") from None
@@ -206,7 +211,8 @@ def find_actor(name: str) -> Any | None:
 
 
 def start_head(environment: Mapping[str, str], log_path: Path, *, num_cpus: int) -> tuple[psutil.Popen, str]:
-    """Start a Ray head of our own that outlives this process. Gives the process and its address.
+    """Start a Ray head of our own that outlives this process, as do its workers in the environment that it gets. Gives
+    the process and its address.
 
     `--block` keeps one process in front that takes Ray's daemons down with it, so that nobody has to call `ray stop`,
     which ends every Ray on the host.

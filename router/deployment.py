@@ -114,7 +114,8 @@ async def _bring_up(
         log_path = run_dir / _RAY_LOG_NAME
         # One more than there are workers, so that the successor of each can start beside it.
         num_cpus = max(settings.workers + 1, os.cpu_count() or 1)
-        head, ray_address = cluster.start_head(environment, log_path, num_cpus=num_cpus)
+        of_workers = launch.worker_environment(run.marker, run.folder)
+        head, ray_address = cluster.start_head({**environment, **of_workers}, log_path, num_cpus=num_cpus)
         await cluster.wait_for_head(head, ray_address, log_path, timeout_s=settings.start_timeout_s)
     run = replace(run, ray_address=ray_address)
     runfile.write_run(run_dir, run)
@@ -178,7 +179,8 @@ async def drain(run_dir: Path, worker: WorkerId, settings: Settings, say: Say) -
 @contextlib.contextmanager
 def joined(run: runfile.Run) -> Iterator[str]:
     """Within the Ray that the workers live in; gives its address."""
-    environment = launch.worker_environment(run.marker, run.folder or None)
+    # A Ray of its own has its environment for them already.
+    environment = {} if run.has_own_ray else launch.worker_environment(run.marker, None)
     address = cluster.connect_ray(run.ray_address, num_local_cpus=0, environment=environment)
     try:
         yield address

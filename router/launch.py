@@ -132,12 +132,12 @@ async def start_workers(
     if missing is not None:
         say(f"waiting for room, at most {settings.start_timeout_s:g} s: {missing}")
     worker_to_actor: dict[WorkerId, Any] = {}
+    stack.push_async_callback(stop_workers, worker_to_actor)
     for worker in ids:
         options = WorkerOptions(worker, settings, redis_url, secret, is_local=has_own_ray)
         actor = cluster.start_actor(
             WorkerActor, actor_name(worker), resources, is_detached=is_detached, options=options.to_wire()
         )
-        stack.push_async_callback(stop_worker, worker, actor)
         worker_to_actor[worker] = actor
 
     async def ready(worker: WorkerId, actor: Any) -> WorkerInfo:
@@ -156,6 +156,11 @@ async def start_workers(
 def store_host(settings: Settings) -> str | None:
     """Where an embedded store listens for workers on other nodes; `None` where there are none."""
     return cluster.own_address() if settings.ray_address else None
+
+
+async def stop_workers(worker_to_actor: Mapping[WorkerId, Any]) -> None:
+    """End workers and what they have under way, all at once."""
+    await asyncio.gather(*(stop_worker(worker, actor) for worker, actor in worker_to_actor.items()))
 
 
 async def stop_worker(worker: WorkerId, actor: Any) -> None:
@@ -315,5 +320,7 @@ def worker_environment(marker: str, folder: str | None) -> dict[str, str]:
     environment = {runfile.MARKER_VARIABLE: marker}
     if folder is not None:
         environment["TMPDIR"] = folder
+        # Ray's own folder stays where it is: the path of its sockets must not grow too long.
+        environment["RAY_TMPDIR"] = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return environment

@@ -23,6 +23,7 @@ from router.detokenizer import CONTEXT_TOKENS, Detokenizer
 from router.segments import Lookup, Segments
 from router.skeletons import Message, Skeletons, Written
 from router.template_doubts import template_doubt
+from router.tokenizer_files import load_tokenizer
 from router.words import Words, prove_words
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import TOKEN_SIZE_BYTES, pack_tokens, tokenizer_fingerprint, unpack_tokens
@@ -72,10 +73,8 @@ class Tokenizer:
         """
         if not folder.is_dir():
             raise ConfigError(f"model folder {folder} is not a folder")
-        from transformers import AutoTokenizer
-
         try:
-            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            loaded = load_tokenizer(folder)
         except Exception as error:
             # The library raises whatever its parsers meet; to the user all of it means one thing.
             raise ConfigError(f"cannot load a tokenizer from {folder}: {_first_line(error)}") from error

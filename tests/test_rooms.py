@@ -68,7 +68,7 @@ MAY_READ_ENVIRONMENT = (
     "router/cli.py",  # hands it to the settings
     "router/launch.py",  # processes started there inherit it
     "router/ray_access.py",  # tells Ray what only the environment tells it
-    "worker/engines/vllm_launch.py",  # sets for vLLM's children what only the environment tells them, and puts it back
+    "shared/environment.py",  # sets for children what only the environment tells them, and puts it back
 )
 
 OWN_ARGUMENTS = {

@@ -22,7 +22,7 @@ from tests.support.eviction_workloads import MODELS, RULES, WORKLOADS, Tally, ru
 
 async def measure(model: str, cache_dir: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Workload to rule to figures."""
-    rule_to_tallies = {rule: await run_workloads(model, rule, WORKLOADS, cache_dir) for rule in RULES}
+    rule_to_tallies = {rule: await run_workloads(model, MODELS[model], rule, WORKLOADS, cache_dir) for rule in RULES}
     return {workload: {rule: figures(rule_to_tallies[rule][workload]) for rule in RULES} for workload in WORKLOADS}
 
 

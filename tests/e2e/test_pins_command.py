@@ -1,4 +1,7 @@
-"""Warm-up on a real deployment: a prefix is computed once, found by the first request, and kept over a restart."""
+"""Warm-up on a whole deployment: a prefix is computed once, found by the first request, and kept over a restart.
+
+Its engines are simulated; that a real one keeps what is pinned is in the contract of engines.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from shared.types import CacheScheme, Instance, WorkerId
 from tests.support.batches import chat_row, read_records, write_rows
 from tests.support.commands import assert_no_process_left, run_command, tagged_environment, tagged_processes
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
 
 BLOCK_SIZE = 64
-TINY = ["--model", "tiny", "--kv-cache-blocks", "100", "--max-model-len", "2048", "--max-num-seqs", "4"]
+SIMULATED = ["--model", "tiny", "--engine", "simulator", "--kv-cache-blocks", "100", "--max-model-len", "2048"]
 W0 = WorkerId("w0")
 RESTART_S = 200.0
 SYSTEM = "You answer in few words and never guess. " * 20
@@ -68,7 +71,7 @@ def test_a_prefix_is_kept_found_by_the_first_request_and_made_again_after_a_rest
         def kvroute(*arguments: str | Path) -> Any:
             return run_command(*arguments, "--run-dir", run_dir, environment=environment)
 
-        up = kvroute("up", "--workers", "2", *TINY)
+        up = kvroute("up", "--workers", "2", *SIMULATED)
         assert up.returncode == 0, up.stderr
 
         warmup = kvroute("warmup", "system", "--messages", tmp_path / "system.json")

@@ -1,4 +1,7 @@
-"""A deployment that grows and shrinks under requests: none is lost, and no answer is another one."""
+"""A deployment that grows and shrinks under requests: none is lost, and no answer is another one.
+
+Its workers are simulated, and answer by the prompt alone; `test_upgrade` exchanges real ones under requests, too.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,24 @@ import pytest_asyncio
 from tests.support.batches import chat_row, write_rows
 from tests.support.commands import assert_no_process_left, tagged_environment
 from tests.support.live_deployment import LiveDeployment, is_asked, until
+from worker.engines.profiles import LatencyProfile
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.redis, pytest.mark.slow]
 
-TINY = ["--model", "tiny", "--dtype", "float32", "--max-num-seqs", "4"]
-TINY += ["--kv-cache-blocks", "200", "--max-model-len", "2048"]
+PROFILE = LatencyProfile("steady", 5e-3, 1e-6, 0.0, 1e-6, 1e-9, kv_capacity_tokens=1 << 15)
+SIMULATED = ["--model", "tiny", "--engine", "simulator", "--max-num-seqs", "4"]
+SIMULATED += ["--kv-cache-blocks", "200", "--max-model-len", "2048"]
 
 
 @pytest_asyncio.fixture
-async def deployment() -> AsyncIterator[LiveDeployment]:
+async def deployment(tmp_path: Path) -> AsyncIterator[LiveDeployment]:
     tag = uuid.uuid4().hex
+    profile = tmp_path / "steady.yaml"
+    profile.write_text(PROFILE.to_yaml())
     with tempfile.TemporaryDirectory() as run_dir:
         deployment = LiveDeployment(Path(run_dir), tagged_environment(tag))
         try:
-            code, told = await deployment.run("up", "--workers", "1", *TINY)
+            code, told = await deployment.run("up", "--workers", "1", *SIMULATED, "--profile", profile)
             assert code == 0, told
             yield deployment
         finally:

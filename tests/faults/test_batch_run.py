@@ -100,10 +100,10 @@ async def test_batch_survives_the_death_of_a_worker_of_the_store_and_of_the_comm
             up = await asyncio.to_thread(run_command, "up", *fleet, *where, environment=environment)
             assert up.returncode == 0, up.stderr
 
-            kills: list[tuple[int, int | None]] = [
-                (NUM_UNTIL_WORKER_DIES, worker_processes(tag)[0].pid),
-                (NUM_UNTIL_STORE_DIES, store.pid),
-                (NUM_UNTIL_COMMAND_DIES, None),
+            kills: list[tuple[int, int | None, int]] = [
+                (NUM_UNTIL_WORKER_DIES, worker_processes(tag)[0].pid, signal.SIGKILL),
+                (NUM_UNTIL_STORE_DIES, store.pid, signal.SIGKILL),
+                (NUM_UNTIL_COMMAND_DIES, None, signal.SIGKILL),
             ]
             log = ["--request-log", tmp_path / "log-1.jsonl"]
             command = start_command(

@@ -43,10 +43,10 @@ def start_command(
 
 
 def run_command(
-    *arguments: str | Path, environment: Mapping[str, str], timeout_s: float = 600.0
+    *arguments: str | Path, environment: Mapping[str, str], module: str = "router.cli", timeout_s: float = 600.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run `kvroute ARGUMENTS` to its end."""
-    process = start_command(*arguments, environment=environment)
+    """Run `kvroute ARGUMENTS`, or another module that takes arguments, to its end."""
+    process = start_command(*arguments, environment=environment, module=module)
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

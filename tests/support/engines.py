@@ -31,7 +31,8 @@ ATTACHED = {
     "attached-0.20": FakeOptions(is_array_encoded=True, has_byte_hashes=True),
 }
 """Servers as they are now, and as they speak before vLLM 0.26."""
-VLLM_EVICTIONS = ("adaptive", "shared_first", "lru", "stock")
+VLLM_EVICTIONS = ("adaptive", "stock")
+"""Our pool and vLLM's own. The rules of ours differ in their victims only, which walks and floods tell apart."""
 ON_VLLM = pytest.mark.parametrize("any_engine", VLLM_EVICTIONS, indirect=True)
 
 
@@ -178,7 +179,7 @@ async def _any_engine(kind: str, cache_dir: Path) -> AsyncIterator[EngineUnderTe
 async def any_engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EngineUnderTest]:
-    """Every kind of engine, one at a time; vLLM with each eviction rule. Those of `ON_VLLM` tests are vLLM's alone."""
+    """Every kind of engine, one at a time; vLLM with either pool. Those of `ON_VLLM` tests are vLLM's alone."""
     async with _any_engine(request.param, tmp_path_factory.mktemp("models")) as under_test:
         yield under_test
         await under_test.engine.close()

@@ -44,11 +44,10 @@ class Sizes:
     """How often the chats take turns."""
 
 
-MODELS = {
-    "tiny": Sizes(64, 32, 10, 8, 8, num_chats=8, num_turns=4, num_rounds=24),
-    "smollm2": Sizes(12, 6, 3, 2, 4, num_chats=3, num_turns=2, num_rounds=12),
-}
-"""A real model's prompts are short and its pool small, since a CPU computes few tokens in a second."""
+SHORT = Sizes(12, 6, 3, 2, 4, num_chats=3, num_turns=2, num_rounds=12)
+"""Short prompts and a small pool, which tell the rules apart as large ones do."""
+MODELS = {"tiny": Sizes(64, 32, 10, 8, 8, num_chats=8, num_turns=4, num_rounds=24), "smollm2": SHORT}
+"""What is measured with each: of a real model a CPU computes few tokens in a second."""
 
 
 @dataclass(slots=True)
@@ -172,11 +171,10 @@ class Workloads:
         return self._rng.choices(_TOKEN_IDS, k=num_tokens)
 
 
-async def run_workloads(model: str, rule: str, names: Sequence[str], cache_dir: Path) -> dict[str, Tally]:
+async def run_workloads(model: str, sizes: Sizes, rule: str, names: Sequence[str], cache_dir: Path) -> dict[str, Tally]:
     """Workloads on one new engine, in float32; by name."""
     from worker.engines.demo_model import prepare_model
 
-    sizes = MODELS[model]
     engine = await start_vllm(
         cache_dir,
         rule,
@@ -185,6 +183,8 @@ async def run_workloads(model: str, rule: str, names: Sequence[str], cache_dir: 
         max_model_len=sizes.longest_blocks * BLOCK_SIZE,
         kv_cache_blocks=sizes.num_blocks,
     )
+    assert engine.info is not None
+    assert engine.info.eviction == rule
     try:
         return await Workloads(sizes, engine).run(names)
     finally:

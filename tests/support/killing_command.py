@@ -1,7 +1,7 @@
 """The command `kvroute` as a process that kills others, and itself, once so many rows are in its output.
 
-Usage: `python -m tests.support.killing_command KILLS ARGUMENTS`, where `KILLS` are pairs of a number of rows and a
-process's id in JSON, and `null` is this process. A kill comes right behind its row, before anything else can happen,
+Usage: `python -m tests.support.killing_command KILLS ARGUMENTS`, where `KILLS` are a number of rows, a process's id and
+a signal each, in JSON, and `null` is this process. A kill comes right behind its row, before anything else can happen,
 on a machine of any speed.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -21,20 +20,21 @@ from router.record_file import RecordFile
 class KillingFile:
     """Counts what is appended to record files, and kills."""
 
-    def __init__(self, num_rows_to_pid: Mapping[int, int | None]) -> None:
-        self._num_rows_to_pid = num_rows_to_pid
+    def __init__(self, num_rows_to_kill: Mapping[int, tuple[int | None, int]]) -> None:
+        self._num_rows_to_kill = num_rows_to_kill
         self._num_rows = 0
 
     def append(self, file: RecordFile, record: Mapping[str, Any]) -> None:
         _append(file, record)
         self._num_rows += 1
-        if self._num_rows in self._num_rows_to_pid:
-            os.kill(self._num_rows_to_pid[self._num_rows] or os.getpid(), signal.SIGKILL)
+        if self._num_rows in self._num_rows_to_kill:
+            pid, sent = self._num_rows_to_kill[self._num_rows]
+            os.kill(pid or os.getpid(), sent)
 
 
 _append = RecordFile.append
 
 if __name__ == "__main__":
-    killing = KillingFile(dict(json.loads(sys.argv[1])))
+    killing = KillingFile({num_rows: (pid, sent) for num_rows, pid, sent in json.loads(sys.argv[1])})
     RecordFile.append = lambda file, record: killing.append(file, record)  # type: ignore[method-assign]
     sys.exit(main(sys.argv[2:]))

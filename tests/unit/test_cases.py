@@ -517,7 +517,7 @@ class TestHealthTraffic:
                     await warm(workers, W0, token_ids=prompt(prefix, 9600, 0))
                 refusing = _Refusing(workers.worker_to_slot[W0])
                 async with workers.router(only=frozenset({W0})) as other:
-                    busy = asyncio.create_task(ask_all(other, [prompt(7, 32, t) for t in range(20)], "b", 6000))
+                    busy = asyncio.create_task(ask_all(other, [prompt(7, 32, t) for t in range(20)], "b", 2000))
                     await asyncio.sleep(1.0)
                     refusing.refuse(EngineError("out of memory"))
                     for prefix in range(10, 15):
