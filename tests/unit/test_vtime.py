@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 import pytest
@@ -62,3 +63,14 @@ def test_a_wait_that_nothing_can_end_is_an_error_and_not_a_hang() -> None:
 
     with pytest.raises(VirtualTimeDeadlock):
         run_virtual(scenario())
+
+
+def test_the_collector_of_garbage_is_left_as_it_was() -> None:
+    async def failing() -> None:
+        assert gc.get_threshold() != before
+        raise KeyError
+
+    before = gc.get_threshold()
+    with pytest.raises(KeyError):
+        run_virtual(failing())
+    assert gc.get_threshold() == before
