@@ -126,7 +126,12 @@ class Skeletons:
         if self.why_off is not None or len(messages) > _MAX_MESSAGES // _LARGEST_SHARE:
             return None
         try:
-            roles = [message["role"] for message in messages if type(message["content"]) is str and len(message) == 2]
+            # A template may write a message's fields in their order: stand-ins have them in this one.
+            roles = [
+                message["role"]
+                for message in messages
+                if type(message["content"]) is str and len(message) == 2 and next(iter(message)) == "role"
+            ]
         except KeyError:
             return None
         return (add_generation_prompt, tuple(roles)) if len(roles) == len(messages) else None
@@ -142,8 +147,8 @@ class Skeletons:
         ]
         try:
             skeleton = _skeleton_in(self._render(stand_ins, add_generation_prompt), answers, self._marks)
-        except Exception:
-            # Whatever a template makes of not getting what it has asked for.
+        except (_Untold, Exception):
+            # The latter: whatever a template makes of what stands in.
             logger.debug("what the chat template writes depends on texts in ways that are not followed", exc_info=True)
             return
         if skeleton is None:
@@ -162,8 +167,11 @@ class Skeletons:
                 del self._form_to_skeleton[oldest]
 
 
-class _Untold(Exception):
-    """A template asks what a stand-in cannot tell."""
+class _Untold(BaseException):
+    """A template asks what a stand-in cannot tell.
+
+    No `Exception`, since some of Jinja's tests take each of those for a "no", and the template would go on.
+    """
 
 
 @dataclass(frozen=True, slots=True)
