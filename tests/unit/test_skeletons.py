@@ -236,6 +236,14 @@ def test_form_is_not_kept_where_a_template_asks_more_of_texts(source: str) -> No
         assert template.write(messages) == Written(template.render(messages, True))
 
 
+def test_template_that_cannot_be_followed_is_tried_once_for_each_form_and_kind_of_text() -> None:
+    template = Template("{% if 'x' in messages[0]['content'] %}{{ messages[0]['content'] | length }}{% endif %}")
+    written = [template.write(conversation([text])).text for text in ("ax", "x", "xyz")]
+    assert written == ["2", "1", "3"]
+    assert template.num_runs == 4
+    assert [template.write(conversation([text])).text for text in ("a", "b", "abx")] == ["", "", "3"]
+
+
 def test_form_is_not_taken_for_messages_whose_fields_come_in_another_order() -> None:
     template = Template("{% for name in messages[0] %}{{ name }},{% endfor %}")
     role_first = {"role": "user", "content": "a"}
