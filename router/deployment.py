@@ -117,6 +117,7 @@ async def _bring_up(
         of_workers = launch.worker_environment(run.marker, run.folder)
         head, ray_address = cluster.start_head({**environment, **of_workers}, log_path, num_cpus=num_cpus)
         await cluster.wait_for_head(head, ray_address, log_path, timeout_s=settings.start_timeout_s)
+        run = replace(run, python_path=of_workers["PYTHONPATH"])
     run = replace(run, ray_address=ray_address)
     runfile.write_run(run_dir, run)
     # Where `auto` has led to is where all later commands go.
@@ -179,8 +180,10 @@ async def drain(run_dir: Path, worker: WorkerId, settings: Settings, say: Say) -
 @contextlib.contextmanager
 def joined(run: runfile.Run) -> Iterator[str]:
     """Within the Ray that the workers live in; gives its address."""
-    # A Ray of its own has its environment for them already.
-    environment = {} if run.has_own_ray else launch.worker_environment(run.marker, None)
+    environment = launch.worker_environment(run.marker, run.folder or None)
+    if run.has_own_ray and environment.get("PYTHONPATH") == run.python_path:
+        # It has its environment for them already, unless another installation of kvroute has started it.
+        environment = {}
     address = cluster.connect_ray(run.ray_address, num_local_cpus=0, environment=environment)
     try:
         yield address

@@ -180,7 +180,7 @@ class Call:
         shown = self.headers.get(b"host")
         if shown is None:
             return
-        name = _PORT.sub("", shown.decode("latin-1").lower())
+        name = _PORT.sub("", shown.decode("latin-1").lower()).removesuffix(".")
         if name not in names and not name.endswith(".localhost") and not _is_address(name):
             raise Forbidden(
                 f"This server asks for no key, and so takes no requests for the host {brief(name)}, since a page of "

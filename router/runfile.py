@@ -47,6 +47,8 @@ class Run:
     """Where the workers of this host have sockets and logs; empty where their Ray is somebody else's."""
     ray_token: str = ""
     """What a Ray that was started here asks of its clients; empty where it asks nothing, or is somebody else's."""
+    python_path: str = ""
+    """Where workers in a Ray that was started here find modules; empty where their Ray is somebody else's."""
     worker_to_build: dict[str, str] = field(default_factory=dict)
     """What each worker was made of, as `changes.build_of` tells; of one that is not in here nobody knows."""
 

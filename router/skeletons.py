@@ -73,7 +73,7 @@ class Skeletons:
         """The conversation as the template writes it, where its form is known."""
         form = self._form_of(messages, add_generation_prompt)
         skeleton = None if form is None else self._form_to_skeleton.get(form)
-        if skeleton is None:
+        if skeleton is None or not skeleton.is_followed:
             return None
         texts = [message["content"] for message in messages]
         return skeleton.filled(texts, (messages, add_generation_prompt)) if skeleton.fits(texts) else None
@@ -85,7 +85,7 @@ class Skeletons:
         """
         whole = self._render(messages, add_generation_prompt)
         form = self._form_of(messages, add_generation_prompt)
-        if form is not None:
+        if form is not None and not self._is_known(form, messages):
             self._learn(form, (messages, add_generation_prompt), whole)
         return Written(whole)
 
@@ -126,10 +126,20 @@ class Skeletons:
         if self.why_off is not None or len(messages) > _MAX_MESSAGES // _LARGEST_SHARE:
             return None
         try:
-            roles = [message["role"] for message in messages if type(message["content"]) is str and len(message) == 2]
+            # A template may write a message's fields in their order: stand-ins have them in this one.
+            roles = [
+                message["role"]
+                for message in messages
+                if type(message["content"]) is str and len(message) == 2 and next(iter(message)) == "role"
+            ]
         except KeyError:
             return None
         return (add_generation_prompt, tuple(roles)) if len(roles) == len(messages) else None
+
+    def _is_known(self, form: _Form, messages: Sequence[Message]) -> bool:
+        """Whether a template would ask of stand-ins for these texts what it has asked already."""
+        skeleton = self._form_to_skeleton.get(form)
+        return skeleton is not None and skeleton.fits([message["content"] for message in messages])
 
     def _learn(self, form: _Form, conversation: Conversation, whole: str) -> None:
         """Keep the skeleton of a conversation that was written as `whole`. Modifies."""
@@ -142,13 +152,13 @@ class Skeletons:
         ]
         try:
             skeleton = _skeleton_in(self._render(stand_ins, add_generation_prompt), answers, self._marks)
-        except Exception:
-            # Whatever a template makes of not getting what it has asked for.
+        except (_Untold, Exception):
+            # The latter: whatever a template makes of what stands in.
             logger.debug("what the chat template writes depends on texts in ways that are not followed", exc_info=True)
-            return
+            skeleton = None
         if skeleton is None:
-            return
-        if skeleton.filled(texts, conversation).text != whole:
+            skeleton = _Skeleton((), (), (), tuple(answers), is_followed=False)
+        elif skeleton.filled(texts, conversation).text != whole:
             self._turn_off()
             return
         with self._lock:
@@ -162,8 +172,11 @@ class Skeletons:
                 del self._form_to_skeleton[oldest]
 
 
-class _Untold(Exception):
-    """A template asks what a stand-in cannot tell."""
+class _Untold(BaseException):
+    """A template asks what a stand-in cannot tell.
+
+    No `Exception`, since some of Jinja's tests take each of those for a "no", and the template would go on.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +206,8 @@ class _Skeleton:
     marked: tuple[int, ...]
     """The parts that begin with a mark."""
     answers: tuple[_Answer, ...]
+    is_followed: bool = True
+    """Else the template has asked what stand-ins cannot tell, and so it would again after the same answers."""
 
     def fits(self, texts: Sequence[str]) -> bool:
         """Whether the template would have learned the same of these texts."""

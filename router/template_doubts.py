@@ -28,6 +28,8 @@ _FILTER_TO_TEST_PLACE = {"select": 0, "reject": 0, "selectattr": 1, "rejectattr"
 _LAST_FILTERS = frozenset({"tojson", "join"})
 """Those that make plain strings, which is harmless where these are only written."""
 _FUNCTIONS = frozenset({"raise_exception", "namespace", "range"})
+_OTHER_FUNCTIONS = frozenset({"strftime_now", "lipsum", "cycler", "joiner"})
+"""What they give depends on more than the conversation, under whatever name they are called."""
 
 
 def template_doubt(template: str) -> str | None:
@@ -43,6 +45,8 @@ def _doubt(node: nodes.Node, *, is_last: bool) -> str | None:
     """The same of one node; `is_last`: what it gives is written and nothing else."""
     is_followed = isinstance(node, _FOLLOWED)
     match node:
+        case nodes.Name(name=name, ctx=access):
+            is_followed = name not in (_OTHER_FUNCTIONS if access == "load" else _FUNCTIONS)
         case nodes.Concat():
             is_followed = is_last
         case nodes.Test(name=name):
@@ -65,7 +69,8 @@ def _doubt(node: nodes.Node, *, is_last: bool) -> str | None:
             is_known = isinstance(function, nodes.Name) and function.name in _FUNCTIONS
             has_only_constants = all(isinstance(argument, nodes.Const) for argument in arguments) and not options
             is_followed = is_known or (isinstance(function, nodes.Getattr) and has_only_constants)
-    if not is_followed:
+    # Whose arguments come out of a list is called with nobody knows what.
+    if not is_followed or getattr(node, "dyn_args", None) is not None or getattr(node, "dyn_kwargs", None) is not None:
         return f"line {node.lineno}: {type(node).__name__} {getattr(node, 'name', '')}".rstrip()
     is_last_below = isinstance(node, nodes.Output) or (is_last and isinstance(node, nodes.Concat | nodes.Add))
     for child in node.iter_child_nodes():

@@ -426,6 +426,7 @@ async def test_request_carries_what_the_body_says(fake: FakeGenerate, tokenizer:
     [
         ("localhost", True),
         ("LOCALHOST:8000", True),
+        ("localhost.:8000", True),
         ("127.0.0.1:8000", True),
         ("[::1]:8000", True),
         # Nobody can give an address another address.
@@ -436,6 +437,7 @@ async def test_request_carries_what_the_body_says(fake: FakeGenerate, tokenizer:
         ("evil.example:8000", False),
         ("localhost.evil.example", False),
         ("127.0.0.1.evil.example", False),
+        ("evil.example.", False),
         ("evil.example:localhost", False),
         ("[::1", False),
         ("", False),

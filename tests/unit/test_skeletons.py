@@ -200,6 +200,11 @@ def test_messages_that_are_more_than_a_role_and_a_text_are_left_to_the_template(
         "{{ messages | map('string') | first }}",
         "{{ messages | map(attribute='content') | select('in', 'abc') | list | length }}",
         "{{ messages[0]['content'] * 2 }}",
+        "{{ 'ab'.startswith(*[messages[0]['content']]) }}",
+        "{{ messages | selectattr(*['content', 'in', 'abc']) | list | length }}",
+        "{% set range = strftime_now %}{{ range('%S') }}",
+        "{% set ns = namespace(now=strftime_now) %}{{ ns.now('%S') }}",
+        "{% set range = 'abc'.startswith %}{{ range(messages[0]['content']) }}",
         "{{ unknown",
     ],
 )
@@ -220,14 +225,32 @@ def test_template_that_may_look_at_texts_unseen_is_doubted(source: str) -> None:
         "{{ messages | tojson }}",
         "{{ messages }}",
         "{{ messages[0]['content'] == messages[0]['content'] }}",
+        "{% if messages[0]['content'] is sequence and messages[0]['content'] | trim %}{{ 'text' }}{% endif %}",
     ],
 )
 def test_form_is_not_kept_where_a_template_asks_more_of_texts(source: str) -> None:
     template = Template(source)
     assert template_doubt(source) is None
-    for text in ("ab", 'c"d', " "):
+    for text in (" ", "ab", 'c"d', " "):
         messages = conversation([text])
         assert template.write(messages) == Written(template.render(messages, True))
+
+
+def test_template_that_cannot_be_followed_is_tried_once_for_each_form_and_kind_of_text() -> None:
+    template = Template("{% if 'x' in messages[0]['content'] %}{{ messages[0]['content'] | length }}{% endif %}")
+    written = [template.write(conversation([text])).text for text in ("ax", "x", "xyz")]
+    assert written == ["2", "1", "3"]
+    assert template.num_runs == 4
+    assert [template.write(conversation([text])).text for text in ("a", "b", "abx")] == ["", "", "3"]
+
+
+def test_form_is_not_taken_for_messages_whose_fields_come_in_another_order() -> None:
+    template = Template("{% for name in messages[0] %}{{ name }},{% endfor %}")
+    role_first = {"role": "user", "content": "a"}
+    content_first = {"content": "a", "role": "user"}
+    written = [template.write([message]).text for message in (role_first, content_first, role_first)]
+    assert written == ["role,content,", "content,role,", "role,content,"]
+    assert template.skeletons.why_off is None
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
