@@ -73,7 +73,7 @@ def _cannot_listen(where: str, error: Exception) -> ConfigError:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can connect to where `listen` listens for such an address or name."""
+    """Whether only processes of this machine can connect to what `bind` takes for such an address or name."""
     try:
         (*_, address), *_ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         return ipaddress.ip_address(address[0]).is_loopback

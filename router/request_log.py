@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -171,9 +172,11 @@ def _cut_torn_line(fd: int, path: Path) -> None:
 
 def _check_room(fd: int) -> None:
     """Raise `OSError` where the disk takes nothing: a file can be opened on a full one, too."""
-    size = os.fstat(fd).st_size
+    found = os.fstat(fd)
     _append(fd, b" " * _PROBE_BYTES)
-    os.ftruncate(fd, size)
+    # A device, as `/dev/null`, keeps nothing.
+    if stat.S_ISREG(found.st_mode):
+        os.ftruncate(fd, found.st_size)
 
 
 def _append(fd: int, packed: bytes) -> None:

@@ -126,6 +126,8 @@ class EmbeddedStore:
         if self.pid is not None:
             return
         binary = find_server()
+        # Whoever has started it once may try again, at the same address.
+        give_up = self.stop if self._folder is None else self._kill
         if self._folder is None:
             self._password = secrets.token_hex(32)
             self._folder = _make_private_folder(_folder_name(self._password))
@@ -136,10 +138,10 @@ class EmbeddedStore:
             is_ready = _wait_ready(self._process, self._folder / _SOCKET_NAME, self._start_timeout_s)
             last_words = (self._folder / _LOG_NAME).read_text(errors="replace")[-500:].strip()
         except BaseException:
-            self.stop()
+            give_up()
             raise
         if not is_ready:
-            self.stop()
+            give_up()
             raise ConfigError(f"{binary} did not come up: {last_words or 'it said nothing'}")
 
     async def watch(self, tell: Callable[[str], None]) -> None:
@@ -161,10 +163,20 @@ class EmbeddedStore:
                 return
             await asyncio.sleep(pause_s)
             tell(f"{how}; both are started again, empty: workers fill the store ({restarts})")
-            self._process = self._spawn(find_server(), self._folder)
+            try:
+                self._process = self._spawn(find_server(), self._folder)
+            except (OSError, ConfigError) as error:
+                # Memory may be short, which then is what the keeper has died of, too.
+                tell(f"they cannot be started now: {error}")
 
     def stop(self) -> None:
         """End the server and remove its folder. Idempotent."""
+        self._kill()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _kill(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             # There is nothing to save, and a frozen server hears nothing gentler.
@@ -172,9 +184,6 @@ class EmbeddedStore:
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.wait()
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         self.start()

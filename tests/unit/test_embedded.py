@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import os
 import signal
@@ -248,6 +249,29 @@ async def test_keeper_that_is_killed_takes_its_server_along_and_both_are_started
         watching.cancel()
 
 
+async def test_keeper_that_cannot_be_started_again_at_first_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    spawn = EmbeddedStore._spawn
+
+    def fail(store: EmbeddedStore, binary: Path, folder: Path) -> subprocess.Popen[bytes]:
+        monkeypatch.setattr(EmbeddedStore, "_spawn", spawn)
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with EmbeddedStore(is_kept=True) as store:
+        watching = asyncio.create_task(store.watch(told.append))
+        keeper = store.pid
+        assert keeper is not None
+        monkeypatch.setattr(EmbeddedStore, "_spawn", fail)
+        os.kill(keeper, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while store.pid in (keeper, None):
+                await asyncio.sleep(0.01)
+        wait_answers(store.url)
+        watching.cancel()
+    assert told[1] == "they cannot be started now: [Errno 12] Cannot allocate memory"
+    assert told[2].endswith("(2 of at most 5 times within 10 minutes)")
+
+
 async def test_store_that_is_told_to_end_is_left_alone_and_that_is_told() -> None:
     told: list[str] = []
     with EmbeddedStore(is_kept=True) as store:
@@ -273,6 +297,23 @@ def test_detached_store_whose_keeper_is_killed_can_be_started_again_at_its_addre
     stop_detached(url)
     wait_until_dead(store)
     assert is_kept(url) is None
+
+
+def test_detached_store_that_does_not_come_up_again_can_be_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper, url = start_in_a_process_that_dies("detached and kept")
+    server = server_of(keeper)
+    os.kill(keeper, signal.SIGKILL)
+    wait_gone(server.pid)
+    with monkeypatch.context() as patched:
+        patched.setattr(embedded, "find_server", lambda: Path("/bin/false"))
+        with pytest.raises(ConfigError, match="did not come up"):
+            revive_detached(url, os.environ)
+    assert is_kept(url) is False
+    store = revive_detached(url, os.environ)
+    assert store is not None
+    assert ask(url, b"PING") == b"+PONG\r\n"
+    stop_detached(url)
+    wait_until_dead(store)
 
 
 def test_server_that_dies_again_and_again_is_left_dead(tmp_path: Path) -> None:

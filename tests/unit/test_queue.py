@@ -117,6 +117,24 @@ async def test_of_equal_prompts_that_with_the_shorter_answer_goes_first() -> Non
         await stop(wordy)
 
 
+async def test_of_equal_prompts_that_goes_first_whose_beginning_has_got_the_shorter_answers() -> None:
+    async with bench_rig(1, 0) as rig:
+        await opened(rig, STATUS)
+        for start, num_output_tokens in ((0, 300), (10_000, 1)):
+            placement = await ask(rig, f"former-{start}", prompt(start, 500), max_tokens=300)
+            rig.queue.note_finished(placement, num_output_tokens)
+            rig.fleet.release(placement.booking)
+        await opened(rig, BUSY)
+        wordy = ask(rig, "wordy", prompt(0, 500), max_tokens=300)
+        brief = ask(rig, "brief", prompt(10_000, 500), max_tokens=300)
+        await settle()
+        assert len(rig.queue) == 2
+        rig.clients[0].tell(replace(STATUS, num_running=255))
+        await settle()
+        assert [worker_of(asked) for asked in (wordy, brief)] == [None, W0]
+        await stop(wordy)
+
+
 async def test_newcomer_does_not_take_what_somebody_more_urgent_has_waited_for() -> None:
     async with bench_rig(1, 0) as rig:
         await opened(rig, BUSY)

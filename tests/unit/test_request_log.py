@@ -196,6 +196,10 @@ async def test_disk_that_takes_nothing_is_found_at_the_start_and_the_log_stays_a
     assert path.read_bytes() == before
 
 
+async def test_device_that_takes_all_and_keeps_nothing_is_fine() -> None:
+    await check_request_log(Path("/dev/null"))
+
+
 async def test_disk_that_fills_up_costs_lines_and_no_answers_and_is_told_once_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router import siblings
+from router import serve_child, siblings
 from router.sibling_metrics import METRICS, all_metrics, merged_metrics
 from router.sibling_words import Place, telling_siblings
 from router.tokenizer import Tokenizer
@@ -139,3 +142,22 @@ async def test_process_that_says_nothing_any_more_is_killed_and_started_again(
         "server process 1 has said nothing for 1 s: it is killed",
         "server process 1 has ended with -9: it is started again",
     ]
+
+
+async def test_process_beats_and_holds_itself_up_for_nobody_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", buffering=0) as heard, os.fdopen(writer, "w") as said:
+        os.set_blocking(reader, False)
+        room_bytes = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+        monkeypatch.setattr(serve_child, "BEAT_S", 0.0)
+        monkeypatch.setattr(sys, "stdout", said)
+        beating = asyncio.create_task(serve_child._beat())
+        for _ in range(2 * room_bytes // len(siblings.BEAT)):
+            await asyncio.sleep(0)
+        most = heard.read(room_bytes)
+        assert len(most) > room_bytes // 2
+        assert set(most.splitlines(keepends=True)) == {siblings.BEAT}
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert heard.read(len(siblings.BEAT)) == siblings.BEAT
+        beating.cancel()
