@@ -112,22 +112,16 @@ class LeakCheck:
     def _check(self) -> None:
         for runner in list(self._runners):
             loop = runner._loop  # type: ignore[attr-defined]
-            if loop is None or loop.is_closed() or not any(self._left().values()):
+            if loop is None or loop.is_closed() or not self._blamed():
                 continue
             with contextlib.suppress(TimeoutError):
                 if loop.is_running():  # in another thread
                     asyncio.run_coroutine_threadsafe(self._settled(), loop).result(_PATIENCE_S)
                 else:
                     runner.run(self._settled())
-        found = self._left()
+        found, told = self._left(), self._blamed()
         self._met.difference_update([one for one in self._met if found.get(type(one))])
         self._of_test.clear()
-        told = [
-            f"{kind.__name__}: {count} left"
-            for kind, counts in found.items()
-            for count in counts
-            if self._has_router or kind not in _OF_ROUTERS
-        ]
         told += [f"task {task} left" for task in self._tasks if self._has_router]
         if told:
             pytest.fail(f"the test leaves something behind: {'; '.join(told)}", pytrace=False)
@@ -135,8 +129,17 @@ class LeakCheck:
     async def _settled(self) -> None:
         """Where the loop goes on, an answer's last word may be there before its worker has put the request away."""
         async with asyncio.timeout(_PATIENCE_S):
-            while any(self._left().values()):
+            while self._blamed():
                 await asyncio.sleep(0.01)
+
+    def _blamed(self) -> list[str]:
+        """What a test has to answer for."""
+        return [
+            f"{kind.__name__}: {count} left"
+            for kind, counts in self._left().items()
+            for count in counts
+            if self._has_router or kind not in _OF_ROUTERS
+        ]
 
     def _left(self) -> dict[type, list[int]]:
         found: dict[type, list[int]] = {type(one): [] for one in self._met}

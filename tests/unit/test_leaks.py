@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from shared.types import WorkerId
-from shared.vtime import run_virtual
+from router.hints import Hints
+from shared.types import BlockKey, WorkerId
+from shared.vtime import VirtualTimeLoop, run_virtual
 from tests.support.leaks import LeakCheck
 from tests.support.rack import ask, prompt, rack
 
@@ -54,6 +56,17 @@ def test_booking_and_promise_that_nobody_ends_are_told() -> None:
     booking, promise, hints = kept[0]
     booking.claims.remove(booking)
     hints.withdraw(promise)
+
+
+def test_nobody_waits_for_what_a_test_without_a_router_may_leave() -> None:
+    async def nothing() -> None:
+        """Opens the loop."""
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as outlives_the_test:
+        with watched():
+            outlives_the_test.run(nothing())
+            Hints(lambda: 0.0).promise(WorkerId("w0"), [BlockKey(b"k" * 16)])
+        assert outlives_the_test.get_loop().time() == 0.0
 
 
 def test_task_of_ours_that_outlives_its_test_is_told(request: pytest.FixtureRequest) -> None:
