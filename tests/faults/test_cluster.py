@@ -20,6 +20,7 @@ from shared.directory.redis import RedisDirectory
 from shared.errors import ConfigError, DirectoryUnavailable
 from shared.types import WorkerId
 from tests.support.servers import (
+    NODE_TIMEOUT,
     START_TIMEOUT_S,
     ClusterProcesses,
     ServerProcess,
@@ -379,7 +380,7 @@ class ReplicatedCluster(ClusterProcesses):
 
     def __init__(self) -> None:
         super().__init__(3, "--repl-diskless-sync-delay", "0")
-        self.replica = ServerProcess("--cluster-node-timeout", "500", is_cluster_node=True)
+        self.replica = ServerProcess(*NODE_TIMEOUT, is_cluster_node=True)
 
     def start(self) -> None:
         super().start()

@@ -212,12 +212,15 @@ def make_certificate(certificate: Path, key: Path) -> None:
     subprocess.run(command.split(), check=True, capture_output=True)
 
 
+NODE_TIMEOUT = ("--cluster-node-timeout", "2000")
+"""In ms: what a test waits for when a node has died, and longer than a busy machine keeps one from its turn."""
+
+
 class ClusterProcesses(Service):
     """A Redis Cluster of primaries without replicas, which goes on with the slots that it has when one is away."""
 
     def __init__(self, num_nodes: int = 3, *options: str) -> None:
-        # A short time-out of nodes: what a test waits for when one has died.
-        options = ("--cluster-require-full-coverage", "no", "--cluster-node-timeout", "500", *options)
+        options = ("--cluster-require-full-coverage", "no", *NODE_TIMEOUT, *options)
         self.nodes = [ServerProcess(*options, is_cluster_node=True) for _ in range(num_nodes)]
 
     @property
