@@ -13,3 +13,8 @@ def chain_marks(keys: Sequence[BlockKey]) -> Iterator[BlockKey]:
     while depth < len(keys):
         yield keys[depth]
         depth = depth * 2 or 1
+
+
+def last_mark_within(keys: Sequence[BlockKey], depth: int) -> BlockKey:
+    """The deepest of them that is no deeper than `depth`."""
+    return keys[1 << (depth.bit_length() - 1) if depth else 0]

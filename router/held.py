@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.chain_marks import chain_marks
+from router.chain_marks import chain_marks, last_mark_within
 from router.credit import NOTHING_UNDER_WAY, Credited, UnderWay
 from router.policies.base import Flags, Floats, Hashes, Ints, Requests
 from router.requests import GenerateRequest
@@ -188,8 +188,7 @@ class HeldTable:
             for key in chain_marks(held.keys):
                 self._key_to_sharing.setdefault(key, set()).add(held)
         self._unindexed.clear()
-        mark = 1 << (depth.bit_length() - 1) if depth else 0
-        sharing = self._key_to_sharing.get(keys[mark], ())
+        sharing = self._key_to_sharing.get(last_mark_within(keys, depth), ())
         key = keys[depth]
         return [held for held in sharing if len(held.keys) > depth and held.keys[depth] == key]
 
