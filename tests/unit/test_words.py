@@ -114,7 +114,7 @@ def test_each_word_that_the_table_does_not_have_is_asked_for_once() -> None:
 
     counted = Words(words._atoms, words._words, words._word_to_packed, encode_all)
     (packed,) = counted.pack_all(["xyzzyq xyzzyq the xyzzyq"])
-    assert asked == ["xyzzyq", " xyzzyq"]
+    assert sorted(asked) == [" xyzzyq", "xyzzyq"]
     assert packed == pack_tokens([1, 2, 1, 2]) + words._word_to_packed[" the"] + pack_tokens([1, 2])
 
 
