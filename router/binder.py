@@ -93,7 +93,7 @@ class Binder:
         """Called when a decision may be another one now."""
         self._rng = rng
         self._clock = clock
-        self._table = HeldTable()
+        self._table = HeldTable(block_size_tokens)
         self._workers: tuple[WorkerId, ...] = ()
         """Whose columns the table has; another tuple means other columns."""
         self._columns: dict[WorkerId | None, int] = {}
@@ -273,7 +273,7 @@ class Binder:
         Who waits for a busy worker must not keep others from being looked at.
         """
         table = self._table
-        own_s: Floats = np.multiply(table.own_tokens, fleet.prefill_s_per_token)
+        own_s: Floats = table.shared_own_tokens() * fleet.prefill_s_per_token
         demand_share = table.demand_blocks * (len(loads) / loads.kv_total_blocks.sum())
         occupancy_s = demand_share * table.output_tokens * fleet.token_s
         urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, occupancy_s, fleet)

@@ -17,4 +17,9 @@ def chain_marks(keys: Sequence[BlockKey]) -> Iterator[BlockKey]:
 
 def last_mark_within(keys: Sequence[BlockKey], depth: int) -> BlockKey:
     """The deepest of them that is no deeper than `depth`."""
-    return keys[1 << (depth.bit_length() - 1) if depth else 0]
+    return keys[last_mark_depth(depth + 1)]
+
+
+def last_mark_depth(num_blocks: int) -> int:
+    """The depth of the last mark of a chain of so many blocks; 0 of an empty one."""
+    return 1 << (num_blocks - 1).bit_length() - 1 if num_blocks > 1 else 0

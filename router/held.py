@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.chain_marks import chain_marks, last_mark_within
+from router.beginnings import NOBODY_ELSE, Beginnings
+from router.chain_marks import last_mark_depth
 from router.credit import NOTHING_UNDER_WAY, Credited, UnderWay
 from router.policies.base import Flags, Floats, Hashes, Ints, Requests
 from router.requests import GenerateRequest
@@ -62,14 +63,15 @@ class HeldTable:
     `matched_tokens` has a column for each worker, and all of it is void when the workers change: `relay` begins anew.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_size_tokens: int) -> None:
+        self._block_size_tokens = block_size_tokens
         self._held: list[Held] = []
         self._num_workers = 0
         self.total_own_tokens = 0
         """Of all requests that are not bound: what `own_tokens` adds up to."""
         self.num_choosy = 0
         """Requests that not every worker may take."""
-        self._key_to_sharing: dict[BlockKey, set[Held]] = {}
+        self._beginnings: Beginnings[Held] = Beginnings()
         self._unindexed: dict[Held, None] = {}
         self._allocate(_FIRST_CAPACITY)
 
@@ -85,6 +87,8 @@ class HeldTable:
         self._demand_blocks: Ints = grown("_demand_blocks", np.int64)
         self._own_tokens: Ints = grown("_own_tokens", np.int64)
         self._output_tokens: Ints = grown("_output_tokens", np.int64)
+        self._longest_beginnings: Ints = grown("_longest_beginnings", np.int64)
+        self._tail_tokens: Ints = grown("_tail_tokens", np.int64)
         self._lanes: Ints = grown("_lanes", np.int64)
         self._priorities: Ints = grown("_priorities", np.int64)
         self._prefix_hashes: Hashes = grown("_prefix_hashes", np.uint64)
@@ -113,6 +117,16 @@ class HeldTable:
     def own_tokens(self) -> Ints:
         """Of each, what the worker that holds most of it would have to compute; at least one."""
         return self._own_tokens[: len(self._held)]
+
+    def shared_own_tokens(self) -> Floats:
+        """The same, as each one's part where several that wait have yet to have the same blocks computed: the first of
+        them does it for all. Modifies the index."""
+        self._index()
+        own_tokens = self.own_tokens
+        num_sharing = self._beginnings.num_members(self._longest_beginnings[: len(self._held)])
+        is_missing = own_tokens >= self._tail_tokens[: len(self._held)]
+        parts: Floats = own_tokens / np.where(is_missing, num_sharing, 1)
+        return parts
 
     @property
     def output_tokens(self) -> Ints:
@@ -160,6 +174,9 @@ class HeldTable:
         self._arrived_at_s[row] = held.arrived_at_s
         self._asked_at[row] = self._weighed_at[row] = num_passes
         self._own_tokens[row] = 0
+        self._longest_beginnings[row] = NOBODY_ELSE
+        before_tokens = last_mark_depth(len(held.keys)) * self._block_size_tokens
+        self._tail_tokens[row] = held.request.num_prompt_tokens - before_tokens
         self._output_tokens[row] = held.expected_output_tokens
         self._lanes[row] = held.lane
         self._priorities[row] = held.request.priority
@@ -184,35 +201,31 @@ class HeldTable:
 
     def sharing(self, keys: Sequence[BlockKey], depth: int) -> list[Held]:
         """Who has the chain's block at `depth`, hence all before it, too; nobody who is bound. Modifies the index."""
+        self._index()
+        return list(self._beginnings.sharing(keys, depth))
+
+    def _index(self) -> None:
         for held in self._unindexed:
-            for key in chain_marks(held.keys):
-                self._key_to_sharing.setdefault(key, set()).add(held)
+            self._longest_beginnings[held.row] = self._beginnings.add(held)
         self._unindexed.clear()
-        sharing = self._key_to_sharing.get(last_mark_within(keys, depth), ())
-        key = keys[depth]
-        return [held for held in sharing if len(held.keys) > depth and held.keys[depth] == key]
 
     def _unindex(self, held: Held) -> None:
         if held in self._unindexed:
             del self._unindexed[held]
-            return
-        for key in chain_marks(held.keys):
-            sharing = self._key_to_sharing.get(key)
-            if sharing is not None:
-                sharing.discard(held)
-                if not sharing:
-                    del self._key_to_sharing[key]
+        else:
+            self._beginnings.remove(held)
+            self._longest_beginnings[held.row] = NOBODY_ELSE
 
     def remove(self, held: Held) -> None:
         """Take a request out, if it is there. Modifies, and moves another row."""
         row = held.row
         if row is None:
             return
-        held.row = None
         if self._own_tokens[row]:
             # Else it is bound, and out of the backlog and the index.
             self._set_own_tokens(row, 0)
             self._unindex(held)
+        held.row = None
         self.num_choosy -= held.is_choosy
         last = len(self._held) - 1
         if row != last:
@@ -268,6 +281,8 @@ class HeldTable:
             self._demand_blocks,
             self._own_tokens,
             self._output_tokens,
+            self._longest_beginnings,
+            self._tail_tokens,
             self._lanes,
             self._priorities,
             self._prefix_hashes,

@@ -321,7 +321,8 @@ class Policy(Protocol):
     def urgency(self, age_s: Floats, own_s: Floats, occupancy_s: Floats, fleet: FleetState) -> Floats:
         """Which held requests are looked at first: the highest. Early-binding policies never hold and are not asked.
 
-        All held requests are given. `own_s` is the time to prefill what the best worker does not hold, positive;
+        All held requests are given. `own_s` is the time to prefill what the best worker does not hold, positive, and
+        only each one's part of it where several of them have that in common;
         `occupancy_s` is the time of its expected answer, times the share of a mean worker's blocks that it needs.
         """
         ...

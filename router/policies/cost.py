@@ -108,9 +108,9 @@ class CostPolicy:
         """The shortest first, by the time of a worker that each takes up; before them, the oldest of those that have
         waited for too long.
 
-        Short ones first is least mean wait (Smith, 1956). Besides its prefill a request takes up its share of a
-        worker's blocks while its answer lasts: at most as long as it asks for, else as long as answers are. A bounded
-        queue bounds every wait.
+        Short ones first is least mean wait (Smith, 1956), and of jobs that have a part in common the group counts
+        (Sidney, 1975). Besides its prefill a request takes up its share of a worker's blocks while its answer lasts: at
+        most as long as it asks for, else as long as answers are. A bounded queue bounds every wait.
         """
         work_s = own_s + occupancy_s
         drain_s = fleet.mean_own_s + work_s.sum() * fleet.num_routers / fleet.num_workers

@@ -105,6 +105,40 @@ async def test_shorter_requests_go_first_until_age_overtakes_them() -> None:
         await stop(late)
 
 
+async def test_prompts_that_begin_alike_bear_what_they_share_together_and_go_before_a_shorter_one() -> None:
+    async with bench_rig(1, 0) as rig:
+        await opened(rig, BUSY)
+        alone = ask(rig, "alone", prompt(50_000, 3_000))
+        one = ask(rig, "one", [*prompt(0, 4_500), 1])
+        await settle()
+        other = ask(rig, "other", [*prompt(0, 4_500), 2])
+        await settle()
+        assert len(rig.queue) == 3
+        rig.clients[0].tell(replace(STATUS, num_running=255))
+        await settle()
+        assert [worker_of(asked) for asked in (alone, one, other)] == [None, W0, None]
+        # Who shares what has been computed has next to nothing of its own left.
+        rig.fleet.release(one.result().booking)
+        rig.clients[0].tell(replace(STATUS, num_running=255))
+        await settle()
+        assert [worker_of(asked) for asked in (alone, other)] == [None, W0]
+        await stop(alone)
+
+
+async def test_prompts_that_begin_alike_share_nothing_where_their_beginning_is_held() -> None:
+    async with bench_rig(1, 0) as rig:
+        await opened(rig, BUSY)
+        give(rig, 0, prompt(0, 4_480))
+        alone = ask(rig, "alone", prompt(50_000, 500))
+        tails = [ask(rig, f"tail-{start}", [*prompt(0, 4_480), *prompt(start, 800)]) for start in (10_000, 20_000)]
+        await settle()
+        assert len(rig.queue) == 3
+        rig.clients[0].tell(replace(STATUS, num_running=255))
+        await settle()
+        assert [worker_of(asked) for asked in (alone, *tails)] == [W0, None, None]
+        await stop(*tails)
+
+
 async def test_of_equal_prompts_that_with_the_shorter_answer_goes_first() -> None:
     async with bench_rig(1, 0) as rig:
         await opened(rig, BUSY)

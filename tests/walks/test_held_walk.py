@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from router.chain_marks import last_mark_depth
 from router.credit import Credited
 from router.held import Held, HeldTable
 from router.requests import GenerateRequest
@@ -15,13 +16,14 @@ from shared.hashing import pack_tokens
 from shared.types import BlockKey, RequestId, Sampling, WorkerId
 
 NUM_STEPS = 500
+BLOCK_SIZE_TOKENS = 2
 
 
 class _Walk:
     def __init__(self, seed: int, loop: asyncio.AbstractEventLoop) -> None:
         self.rng = random.Random(seed)
         self.loop = loop
-        self.table = HeldTable()
+        self.table = HeldTable(BLOCK_SIZE_TOKENS)
         self.held: list[Held] = []
         self.bound: set[Held] = set()
         self.facts: dict[Held, tuple[list[int], int]] = {}
@@ -38,7 +40,7 @@ class _Walk:
             self.table.remove(held)
             self.table.remove(held)
         assert len(self.table) == self.table.total_own_tokens == self.table.num_choosy == 0
-        assert not self.table._key_to_sharing
+        assert not len(self.table._beginnings)
         assert not self.table._unindexed
 
     def _add(self) -> None:
@@ -50,7 +52,7 @@ class _Walk:
         held = Held(
             GenerateRequest(
                 RequestId(f"r{self.num_made}"),
-                pack_tokens(range(self.rng.randint(1, 90))),
+                pack_tokens(range(len(keys) * BLOCK_SIZE_TOKENS + self.rng.randint(1, 9))),
                 Sampling(max_tokens=1),
                 worker=WorkerId("w1") if self.rng.random() < 0.2 else None,
             ),
@@ -84,8 +86,9 @@ class _Walk:
 
     def _bind(self) -> None:
         """Within a pass: bound, and not yet taken out."""
-        if self.held:
-            held = self.rng.choice(self.held)
+        unbound = [held for held in self.held if held not in self.bound]
+        if unbound:
+            held = self.rng.choice(unbound)
             self.table.settle(held)
             self.bound.add(held)
 
@@ -120,6 +123,19 @@ class _Walk:
         assert self.table.total_own_tokens == sum(own.values())
         assert self.table.num_choosy == sum(held.is_choosy for held in self.held)
         self._check_sharing()
+        if self.rng.random() < 0.3:
+            self._check_parts(own)
+
+    def _check_parts(self, own: dict[Held, int]) -> None:
+        """Several bear together what they have yet to have computed, up to the last block that tells beginnings."""
+        part = dict(own)
+        for held in self.held:
+            depth = last_mark_depth(len(held.keys))
+            num_tokens = held.request.num_prompt_tokens
+            if held not in self.bound and held.keys and num_tokens - own[held] <= depth * BLOCK_SIZE_TOKENS:
+                part[held] /= sum(held.keys[depth] in other.keys for other in self.held if other not in self.bound)
+        parts = self.table.shared_own_tokens()
+        assert [parts[held.row] for held in self.held] == pytest.approx(list(part.values()))
 
     def _check_sharing(self) -> None:
         chains = [held.keys for held in self.held if held.keys]
@@ -146,7 +162,7 @@ def test_the_most_urgent_are_looked_at_and_parked_ones_after_all_others_in_turn(
     for _ in range(200):
         num_rows, limit = draws.randint(1, 40), draws.randint(1, 20)
         loop = asyncio.new_event_loop()
-        table = HeldTable()
+        table = HeldTable(BLOCK_SIZE_TOKENS)
         for ordinal in range(num_rows):
             request = GenerateRequest(RequestId(f"r{ordinal}"), pack_tokens([1]), Sampling(max_tokens=1))
             held = Held(request, [], ordinal, 0, 1, 0.0, frozenset(), loop.create_future())
