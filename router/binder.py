@@ -117,9 +117,11 @@ class Binder:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def note_change(self) -> None:
-        """Something that decisions depend on is another now: the next `look` weighs all. Cheap."""
+    def note_change(self) -> bool:
+        """Something that decisions depend on is another now: the next `look` weighs all. Tells if it is news."""
+        is_news = not self._is_pass_due
         self._is_pass_due = True
+        return is_news
 
     def look(self) -> None:
         """Bind whoever can be bound, if anything has changed. Modifies."""

@@ -73,8 +73,6 @@ class HoldQueue:
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         """None before the start and after the end: nobody looks then."""
-        self._next_look: asyncio.Handle | None = None
-        """In the loop's next turn, so that all that changes in one is looked at once; None where nothing has."""
 
     def __len__(self) -> int:
         return len(self._admission)
@@ -87,22 +85,20 @@ class HoldQueue:
     def start(self) -> None:
         """Begin to bind requests."""
         self._loop = asyncio.get_running_loop()
-        self._next_look = self._loop.call_soon(self._look)
+        self._loop.call_soon(self._binder.look)
 
     async def close(self) -> None:
         """Stop; whoever still waits, or comes later, gets `NoWorker`."""
         self._is_closed = True
         self._loop = None
-        if self._next_look is not None:
-            self._next_look.cancel()
         await self._binder.close()
         self._binder.fail_all(NoWorker("the router is closing"))
 
     def poke(self) -> None:
         """Something that decisions depend on has changed. Cheap, callable from anywhere on the loop."""
-        self._binder.note_change()
-        if self._next_look is None and self._loop is not None:
-            self._next_look = self._loop.call_soon(self._look)
+        # In the loop's next turn, so that all that changes in one is looked at once.
+        if self._binder.note_change() and self._loop is not None:
+            self._loop.call_soon(self._binder.look)
 
     def check_context(self, request: GenerateRequest) -> None:
         """Raise `ContextTooLong` for a prompt that no worker could ever hold.
@@ -201,10 +197,6 @@ class HoldQueue:
     def fleet_state(self, loads: Loads) -> FleetState:
         """What decisions know of requests in general, in this fleet's seconds."""
         return self._binder.fleet_state(loads)
-
-    def _look(self) -> None:
-        self._next_look = None
-        self._binder.look()
 
     def _enter(self, held: Held) -> None:
         """Give a request its place in the queue. Raises `QueueFull`."""

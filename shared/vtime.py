@@ -28,6 +28,8 @@ class _Turn(asyncio.TimerHandle):
     """One call that is due, with a time or without: what asyncio's own does for debugging is half of their cost."""
 
     __slots__ = ()
+    _repr = None
+    _source_traceback = None
 
     def __init__(
         self,
@@ -45,8 +47,6 @@ class _Turn(asyncio.TimerHandle):
         self._context = copy_context() if context is None else context
         self._cancelled = False
         self._scheduled = is_timer
-        self._repr = None
-        self._source_traceback = None
 
     def cancel(self) -> None:
         if not self._cancelled:
@@ -102,30 +102,33 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """A timer will not fire. Modifies."""
         self._num_cancelled += 1
         if len(self._timers) > _FEW_TIMERS and self._num_cancelled * 2 > len(self._timers):
-            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            self._timers = [entry for entry in self._timers if not entry[2]._cancelled]
             heapq.heapify(self._timers)
             self._num_cancelled = 0
 
     def _run_once(self) -> None:
-        """One turn of all that is ready, or a move of the clock. Of what asyncio's own does, most serves real time."""
-        ready = self._ready  # type: ignore[attr-defined]
-        if len(self._files) > _NUM_OWN_FILES or not (ready or self._jump()):
-            # Asking the system takes longer than most of what a simulation does in between.
-            self._process_events(self._selector.select(0))  # type: ignore[attr-defined]
-            if not ready and not self._jump():
-                raise VirtualTimeDeadlock
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if handle._cancelled:
-                continue
-            # As a handle runs itself, without two calls for each.
-            try:
-                handle._context.run(handle._callback, *handle._args)
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as error:
-                told = {"message": f"Exception in callback {handle!r}", "exception": error, "handle": handle}
-                self.call_exception_handler(told)
+        """Turn after turn, until the loop is told to stop. Of what asyncio's own does, most serves real time."""
+        ready, files = self._ready, self._files  # type: ignore[attr-defined]
+        is_stopping = False
+        while not is_stopping:
+            if len(files) > _NUM_OWN_FILES or not (ready or self._jump()):
+                # Asking the system takes longer than most of what a simulation does in between.
+                self._process_events(self._selector.select(0))  # type: ignore[attr-defined]
+                if not ready and not self._jump():
+                    raise VirtualTimeDeadlock
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if handle._cancelled:
+                    continue
+                # As a handle runs itself, without two calls for each.
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    told = {"message": f"Exception in callback {handle!r}", "exception": error, "handle": handle}
+                    self.call_exception_handler(told)
+            is_stopping = self._stopping  # type: ignore[attr-defined]
 
     def _jump(self) -> bool:
         """Move the clock to the next timer and have all fire that are due by then; false if there is none."""

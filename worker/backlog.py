@@ -1,4 +1,4 @@
-"""What a publisher has on its way to the store: a snapshot that is only to be committed, and since when changes wait.
+"""What a publisher has on its way to the store: changes, a snapshot that is only to be committed, and since when.
 
 Knows no clock: callers say what time it is, on the one clock of their machine.
 """
@@ -6,8 +6,25 @@ Knows no clock: callers say what time it is, on the one clock of their machine.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
-from shared.types import Epoch
+from shared.types import BlockKey, Epoch
+
+
+class Pending(dict[BlockKey, bool]):
+    """Key -> whether it is resident, for changes that no batch carries yet, oldest first."""
+
+    def take(self, most: int) -> tuple[tuple[BlockKey, ...], tuple[BlockKey, ...]]:
+        """The oldest changes, at most so many: keys stored, and keys removed. Modifies."""
+        states = self if len(self) <= most else dict(islice(self.items(), most))
+        stored = tuple([key for key, is_resident in states.items() if is_resident])
+        removed = tuple([key for key, is_resident in states.items() if not is_resident])
+        if states is self:
+            self.clear()
+        else:
+            for key in states:
+                del self[key]
+        return stored, removed
 
 
 @dataclass(frozen=True, slots=True)

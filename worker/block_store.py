@@ -63,14 +63,14 @@ class BlockStore:
                 self.num_shared += 1
 
     def take(self, num_blocks: int) -> list[int]:
-        """Blocks that hold nothing, with one holder each; what was in them is lost. There must be enough."""
+        """Blocks to be written, with one holder each; what was in them is lost. There must be enough."""
         gone: list[BlockKey] | None = None if self._changes is None else []
         blocks = self.free.pop_n(num_blocks, gone)
         if self._changes is not None and gone:
             self._changes.note_removed(gone)
+        num_holders = self.num_holders
         for block in blocks:
-            self.num_holders[block] = 1
-            self.tokens[block] = b""
+            num_holders[block] = 1
         return blocks
 
     def drop(self, blocks: Iterable[int]) -> None:
@@ -91,10 +91,10 @@ class BlockStore:
 
     def write(self, blocks: Iterable[int], packed_tokens: bytes) -> None:
         """Fill writable blocks from their beginning."""
-        start = 0
+        tokens, stride, start = self.tokens, self._stride_bytes, 0
         for block in blocks:
-            self.tokens[block] = packed_tokens[start : start + self._stride_bytes]
-            start += self._stride_bytes
+            tokens[block] = packed_tokens[start : start + stride]
+            start += stride
 
     def publish(
         self,
@@ -140,8 +140,9 @@ class BlockStore:
     def _note_parents(
         self, blocks: Sequence[int], parent: BlockKey, keys: Sequence[BlockKey], *, is_first: bool
     ) -> None:
+        parents, are_first = self._parents, self._is_first
         for block, key in zip(blocks, keys, strict=True):
-            self._parents[block], self._is_first[block] = parent, is_first
+            parents[block], are_first[block] = parent, is_first
             parent, is_first = key, False
 
     def forget_free(self) -> None:

@@ -137,11 +137,14 @@ class FreeBlocks(Generic[Key]):
         """
         all_blocks, key_to_block = self._blocks, self._key_to_block
         block_class = _SHARED if parent is None else all_blocks[parent].block_class
+        has_ghosts = self._adaptive is not None and self._adaptive.remembers_any(keys)
         num_cached = 0
         for number, key in zip(blocks, keys, strict=True):
             if key in key_to_block:
                 break
-            block_class = self._class_of_new(key, request, block_class, is_low_priority)
+            # Where nothing is remembered all are worth what the first is.
+            if has_ghosts or not num_cached:
+                block_class = self._class_of_new(key, request, block_class, is_low_priority)
             block = key_to_block[key] = all_blocks[number]
             block.key, block.first_request, block.block_class = key, request, block_class
             num_cached += 1
@@ -265,28 +268,38 @@ class FreeBlocks(Generic[Key]):
         """
         if num_blocks > len(self):
             raise IndexError("no block is free" if not len(self) else f"{len(self)} blocks are free, not {num_blocks}")
-        adaptive, refreshed, key_to_block = self._adaptive, self._refreshed, self._key_to_block
+        key_to_block, num_evicted = self._key_to_block, self.num_evicted
+        private: list[tuple[Key, str]] = []
+        shared: list[tuple[Key, str]] = []
         self._num_allocations += num_blocks
-        popped: list[int] = []
-        for block in self._take(num_blocks):
-            if refreshed:
-                refreshed.discard(block.number)
+        taken = self._take(num_blocks)
+        popped = [block.number for block in taken]
+        if self._refreshed:
+            self._refreshed.difference_update(popped)
+        for block in taken:
             key = block.key
-            if key is not None:
-                block_class = block.block_class
-                self.num_evicted[block_class] += 1
-                if block.copies is not None:
-                    self._drop_key(block)
-                else:
-                    # A block of low priority goes whatever the head start is: its loss teaches nothing.
-                    if adaptive is not None and block_class is not _LOW_PRIORITY:
-                        adaptive.remember(key, block_class, block.first_request)
-                    del key_to_block[key]
-                    block.key = None
-                    block.block_class = _UNHASHED
-                    if gone is not None:
-                        gone.append(key)
-            popped.append(block.number)
+            if key is None:
+                continue
+            if block.copies is not None:
+                num_evicted[block.block_class] += 1
+                self._drop_key(block)
+                continue
+            if block.block_class is _PRIVATE:
+                private.append((key, block.first_request))
+            elif block.block_class is _SHARED:
+                shared.append((key, block.first_request))
+            else:
+                num_evicted[_LOW_PRIORITY] += 1
+            del key_to_block[key]
+            block.key = None
+            block.block_class = _UNHASHED
+            if gone is not None:
+                gone.append(key)
+        num_evicted[_PRIVATE] += len(private)
+        num_evicted[_SHARED] += len(shared)
+        if self._adaptive is not None:
+            # A block of low priority goes whatever the head start is: its loss teaches nothing.
+            self._adaptive.remember(private=private, shared=shared)
         return popped
 
     def in_order(self) -> list[int]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Generic
 
-from worker.free_list import BlockClass, Key
+from worker.free_list import Key
 
 ADAPTIVE = "adaptive"
 HEAD_STARTS = MappingProxyType({"lru": 0.0, "shared_first": math.inf, ADAPTIVE: 1.0})
@@ -17,8 +18,6 @@ MAX_HEAD_START = 16.0
 STEP_POOL_SIZES = 4.0
 """How far a pool's worth of ghost hits moves the head start: a fourth of its range, where ARC's moves through all.
 Faster is restless, which costs chats; slower loses more of what returns rarely before it is learnt."""
-
-_SHARED = BlockClass.SHARED
 
 
 class AdaptiveHeadStart(Generic[Key]):
@@ -45,12 +44,16 @@ class AdaptiveHeadStart(Generic[Key]):
         """Keys remembered that went while private and while shared."""
         return len(self._private), len(self._shared)
 
-    def remember(self, key: Key, block_class: BlockClass, first_request: str) -> None:
-        """The last copy of a key has gone to make room."""
-        ghosts = self._shared if block_class is _SHARED else self._private
-        ghosts[key] = first_request
-        if len(ghosts) > self._most_ghosts:
-            ghosts.popitem(last=False)
+    def remember(self, *, private: Iterable[tuple[Key, str]] = (), shared: Iterable[tuple[Key, str]] = ()) -> None:
+        """The last copies of these keys have gone to make room, in this order; each with who had used it first."""
+        for ghosts, gone in ((self._private, private), (self._shared, shared)):
+            ghosts.update(gone)
+            while len(ghosts) > self._most_ghosts:
+                ghosts.popitem(last=False)
+
+    def remembers_any(self, keys: Iterable[Key]) -> bool:
+        """Whether any of these has a ghost. Does not modify."""
+        return not (self._private.keys().isdisjoint(keys) and self._shared.keys().isdisjoint(keys))
 
     def recompute(self, key: Key, request: str) -> bool:
         """A key that was not cached has been computed for `request`. Tells whether two requests are known to use it.

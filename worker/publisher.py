@@ -12,12 +12,12 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Set
-from itertools import islice
 
 from shared.directory.base import MAX_KEYS_PER_CALL, Directory, Reply
 from shared.errors import DirectoryUnavailable, WorkerIdTaken
 from shared.types import BlockKey, Epoch, EventBatch, Holder, WorkerInfo
-from worker.backlog import Backlog, Commit
+from worker.alarm import Alarm
+from worker.backlog import Backlog, Commit, Pending
 from worker.engines.base import BlockChange
 
 logger = logging.getLogger(__name__)
@@ -62,10 +62,9 @@ class Publisher:
         self._max_pending_keys = max_pending_keys
         self._on_evicted = on_evicted
         self._task: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
+        self._alarm = Alarm()
         self._resident: set[BlockKey] = set()
-        self._pending: dict[BlockKey, bool] = {}
-        """Key -> whether it is resident, for changes that no batch carries yet."""
+        self._pending = Pending()
         self._backlog = Backlog()
         self._batch: EventBatch | None = None
         """The batch under way: sent, but not known to be applied."""
@@ -144,6 +143,7 @@ class Publisher:
             return
         task.cancel()
         await asyncio.wait({task})
+        self._alarm.close()
         self._is_registered = False
         try:
             await self._directory.forget(self._info.worker, self._info.instance)
@@ -153,13 +153,13 @@ class Publisher:
     def set_draining(self, is_draining: bool) -> None:
         """Tell routers, from now on and over any restart of the store, whether the worker takes new requests."""
         self._is_draining = is_draining
-        self._wake.set()
+        self._alarm.note()
 
     def replace(self, resident: Set[BlockKey], cause: str) -> None:
         """Take the engine's own account of what it holds in place of all that was told, and publish it. Modifies."""
         self._resident = set(resident)
         self._plan_snapshot(cause)
-        self._wake.set()
+        self._alarm.note()
 
     def on_blocks(self, change: BlockChange) -> None:
         """Take one change of the engine's resident set, to be published with the next batch. Never waits or raises."""
@@ -167,11 +167,15 @@ class Publisher:
         if change.is_reset:
             self._resident.clear()
             self._plan_snapshot("reset")
-        stored = [key for key in change.stored if key not in self._resident]
-        self._resident.update(stored)
+        # Engines that keep account of what they told tell nothing twice: one question of the set answers for all keys.
+        resident, stored, removed = self._resident, change.stored, change.removed
+        if not resident.isdisjoint(stored):
+            stored = tuple([key for key in stored if key not in resident])
+        resident.update(stored)
         self._pending.update(dict.fromkeys(stored, True))
-        removed = [key for key in change.removed if key in self._resident]
-        self._resident.difference_update(removed)
+        if not resident.issuperset(removed):
+            removed = tuple([key for key in removed if key in resident])
+        resident.difference_update(removed)
         self._pending.update(dict.fromkeys(removed, False))
         if self._pending:
             self._backlog.gather(asyncio.get_running_loop().time())
@@ -179,7 +183,7 @@ class Publisher:
             self._pending.clear()
         elif len(self._pending) > self._max_pending_keys:
             self._plan_snapshot("overflow")
-        self._wake.set()
+        self._alarm.note()
 
     # The one task that talks to the store.
 
@@ -200,26 +204,25 @@ class Publisher:
 
     async def _wait_for_news(self) -> None:
         """Until the next heartbeat, or until changes have been gathered for a tick."""
-        patience_s = max(0.0, self._next_heartbeat_s - asyncio.get_running_loop().time())
+        now_s = asyncio.get_running_loop().time()
+        patience_s = max(0.0, self._next_heartbeat_s - now_s)
+        gather_s = min(self._tick_s, patience_s)
         if self.is_quiet:
-            timer = asyncio.get_running_loop().call_later(patience_s, self._wake.set)
-            try:
-                await self._wake.wait()
-            finally:
-                timer.cancel()
-        if not self.is_quiet:
-            await asyncio.sleep(min(self._tick_s, patience_s))
+            await self._alarm.wait(now_s + patience_s, gather_s)
+        else:
+            await asyncio.sleep(gather_s)
 
     async def _advance(self) -> None:
         """Do all that is to be done now. Ends early after a refusal, which leaves the mending planned."""
-        self._wake.clear()
         if not self._is_registered and not await self._register():
             self._evict(await self._describe_taken())
             return
         if self._told_draining != self._is_draining and not await self._tell_draining():
             return
         is_last = False
-        while not is_last and await self._heartbeat_if_due():
+        while not is_last:
+            if self._is_heartbeat_due() and not await self._heartbeat_as_due():
+                return
             if self._commit is not None:
                 is_accepted = await self._finish_snapshot(self._commit)
             elif self._snapshot_cause is not None:
@@ -257,10 +260,8 @@ class Publisher:
         self._has_told_draining = True
         return True
 
-    async def _heartbeat_if_due(self) -> bool:
-        """Extend the lease when it is time; false if the store refuses."""
-        if not self._is_heartbeat_due():
-            return True
+    async def _heartbeat_as_due(self) -> bool:
+        """Extend the lease; false if the store refuses."""
         if self._batch is not None or self._commit is not None:
             # The store may have it, and tells only with the repeat that comes next; one that is full takes this alone.
             return self._accept(await self._heartbeat(), expected=(Reply.GAP, Reply.STALE))
@@ -279,16 +280,9 @@ class Publisher:
 
     async def _send_batch(self) -> bool:
         if self._batch is None:
-            states = list(islice(self._pending.items(), MAX_KEYS_PER_CALL))
-            for key, _ in states:
-                del self._pending[key]
+            stored, removed = self._pending.take(MAX_KEYS_PER_CALL)
             self._backlog.send(asyncio.get_running_loop().time(), is_all=not self._pending)
-            self._batch = EventBatch(
-                Holder(self._info.worker, self._epoch),
-                self._seq + 1,
-                tuple([key for key, is_resident in states if is_resident]),
-                tuple([key for key, is_resident in states if not is_resident]),
-            )
+            self._batch = EventBatch(Holder(self._info.worker, self._epoch), self._seq + 1, stored, removed)
         batch = self._batch
         if not self._accept(await self._directory.apply(batch)):
             return False
@@ -387,6 +381,8 @@ class Publisher:
         self._set_back()
 
     def _note_recovery(self) -> None:
+        if self._lost_at_s is None and not self._num_faults:
+            return
         now_s = asyncio.get_running_loop().time()
         # A store that is full answers heartbeats and refuses what is to be told: that is no end of the loss.
         has_told = self._is_registered and not (self._batch or self._snapshot_cause or self._commit)

@@ -107,7 +107,7 @@ class SimulatedHost:
     def attach(self, client: SimulatedClient) -> None:
         """A router has connected: it knows the load at once."""
         self._clients.append(client)
-        client.take([], self.status(), 0)
+        client.take_status(self.status(), 0, asyncio.get_running_loop().time())
 
     def detach(self, client: SimulatedClient) -> None:
         if client in self._clients:
@@ -338,11 +338,14 @@ class SimulatedClient:
             if delta.finish not in (None, FinishReason.ABORT):
                 self.request_to_longest_gap_s[stream.request] = longest_gap_s
             stream.take(delta)
-        if status is None:
-            return
+        if status is not None:
+            self.take_status(status, last_submit, asyncio.get_running_loop().time())
+
+    def take_status(self, status: WorkerStatus, last_submit: int, now_s: float) -> None:
+        """A status has arrived."""
         is_change = status is not self.status or last_submit != self.acknowledged_submit
         self.status = status
-        self._status_at_s = asyncio.get_running_loop().time()
+        self._status_at_s = now_s
         self.acknowledged_submit = last_submit
         if is_change:
             self._on_change()
@@ -350,7 +353,7 @@ class SimulatedClient:
     def take_refusal(self, stream: SimulatedStream, error: Outpaced, status: WorkerStatus, last_submit: int) -> None:
         """The worker did not take a request; its load tells why."""
         stream.fail(error)
-        self.take([], status, last_submit)
+        self.take_status(status, last_submit, asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         self.host.detach(self)
@@ -358,5 +361,6 @@ class SimulatedClient:
 
 def _take_status(status: WorkerStatus, client_to_arrived: Mapping[SimulatedClient, int]) -> None:
     """A regular status has come to all routers."""
+    now_s = asyncio.get_running_loop().time()
     for client, num_arrived in client_to_arrived.items():
-        client.take([], status, num_arrived)
+        client.take_status(status, num_arrived, now_s)

@@ -12,9 +12,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from shared.directory.feed import Entry, EntryId, Feed, Lease
-from shared.directory.mirror import Copy, Mirror
+from shared.directory.mirror import Copy, Keys, Mirror, in_parts
 from shared.errors import DirectoryUnavailable
-from shared.types import BlockKey, Epoch, WorkerId
+from shared.types import Epoch, WorkerId
 
 logger = logging.getLogger(__name__)
 
@@ -312,10 +312,10 @@ class Follower:
         workers = self._place_to_workers[place]
         while workers:
             try:
-                fresh = self._select(workers, is_shown=False)
-                if fresh:
-                    await self._read(fresh, 0.0)
                 shown = self._select(workers, is_shown=True)
+                if len(shown) < len(workers):
+                    await self._read(self._select(workers, is_shown=False), 0.0)
+                    shown = self._select(workers, is_shown=True)
                 if shown:
                     await self._read(shown, self._wait_at(place, are_all_shown=len(shown) == len(workers)))
             except DirectoryUnavailable as error:
@@ -333,7 +333,8 @@ class Follower:
 
     def _wait_at(self, place: str, *, are_all_shown: bool) -> float:
         """Short while there are workers that will be read together with these, and wait for this read to end."""
-        is_awaited = not are_all_shown or any(self._feed.place(worker) == place for worker in self._loading)
+        loading = self._loading
+        is_awaited = not are_all_shown or (loading and any(self._feed.place(worker) == place for worker in loading))
         return min(self._wait_s, _WAIT_WHILE_LOADING_S) if is_awaited else self._wait_s
 
     async def _read(self, asked: Mapping[WorkerId, _Followed], wait_s: float) -> None:
@@ -368,17 +369,11 @@ class Follower:
         await self._apply(followed.copy, batch.stored, batch.removed)
         followed.seq, followed.entry = batch.seq, entry.entry
 
-    async def _apply(self, copy: Copy, stored: tuple[BlockKey, ...] = (), removed: tuple[BlockKey, ...] = ()) -> None:
+    async def _apply(self, copy: Copy, stored: Keys = (), removed: Keys = ()) -> None:
         """Take changes in, with a turn for others now and then."""
-        for start in range(0, len(stored), _KEYS_PER_TURN):
-            part = stored[start : start + _KEYS_PER_TURN]
-            self._mirror.apply(copy, part)
-            if self._is_turn_over(len(part)):
-                await asyncio.sleep(0)
-        for start in range(0, len(removed), _KEYS_PER_TURN):
-            part = removed[start : start + _KEYS_PER_TURN]
-            self._mirror.apply(copy, (), part)
-            if self._is_turn_over(len(part)):
+        for part_stored, part_removed in in_parts(stored, removed, _KEYS_PER_TURN):
+            self._mirror.apply(copy, part_stored, part_removed)
+            if self._is_turn_over(len(part_stored) + len(part_removed)):
                 await asyncio.sleep(0)
         self.num_keys_applied += len(stored) + len(removed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import deque
-from collections.abc import Iterable, KeysView, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,19 @@ _SHARDS_PER_COMPACTION = 8
 _MISSING: Any = object()
 _FIRST_PART, _LATER_PART = 32, 256
 """Keys of a chain that are looked up at once: few at first, since most chains end early."""
+
+Keys = tuple[BlockKey, ...]
+
+
+def in_parts(stored: Keys, removed: Keys, most_keys: int) -> Iterator[tuple[Keys, Keys]]:
+    """The same changes in the same order, at most so many at once: most batches as they are."""
+    if len(stored) + len(removed) <= most_keys:
+        yield stored, removed
+        return
+    for start in range(0, len(stored), most_keys):
+        yield stored[start : start + most_keys], ()
+    for start in range(0, len(removed), most_keys):
+        yield (), removed[start : start + most_keys]
 
 
 @dataclass(slots=True, eq=False)
@@ -123,17 +136,17 @@ class Mirror:
             self._shown_bits ^= copy.bit
         self._dropped.append(copy)
 
-    def apply(self, copy: Copy, stored: Iterable[BlockKey], removed: Iterable[BlockKey] = ()) -> None:
+    def apply(self, copy: Copy, stored: Collection[BlockKey], removed: Iterable[BlockKey] = ()) -> None:
         """Take one batch in, `removed` after `stored`. Modifies, at once; a dropped copy takes nothing."""
         if copy.is_dropped:
             return
         shards, bit, resident = self._shards, copy.bit, copy.resident
+        resident.update(dict.fromkeys(stored))
         for key in stored:
-            shard = shards[key[0]]
-            held = shard.get(key)
-            # Most keys have one holder: they share one object for its bit.
-            shard[key] = bit if held is None else held | bit
-            resident[key] = None
+            # Most keys have one holder: they share one object for its bit, and are looked up once.
+            held = shards[key[0]].setdefault(key, bit)
+            if held is not bit:
+                shards[key[0]][key] = held | bit
         self._clear([key for key in removed if resident.pop(key, _MISSING) is None], bit)
 
     def clean(self, max_keys: int) -> None:
@@ -230,8 +243,6 @@ class Mirror:
         shards = self._shards
         for key in keys:
             shard = shards[key[0]]
-            held = shard[key] ^ bit
-            if held:
-                shard[key] = held
-            else:
-                del shard[key]
+            held = shard.pop(key)
+            if held != bit:
+                shard[key] = held ^ bit

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from shared.directory.base import Match
-from shared.directory.mirror import Copy, Mirror
+from shared.directory.mirror import Copy, Mirror, in_parts
 from shared.types import BlockKey, WorkerId
 from tests.support.stores import instance, keys
 
@@ -218,3 +218,9 @@ def test_random_changes_match_like_sets(seed: int) -> None:
     clean(mirror)
     assert mirror.num_keys == len(set().union(*truth.values())) if truth else mirror.num_keys == 0
     assert mirror.num_entries == sum(map(len, truth.values()))
+
+
+def test_changes_in_parts_are_the_same_in_the_same_order() -> None:
+    stored, removed = tuple(keys(range(5))), tuple(keys(range(10, 13)))
+    assert list(in_parts(stored, removed, 8)) == [(stored, removed)]
+    assert list(in_parts(stored, removed, 3)) == [(stored[:3], ()), (stored[3:], ()), ((), removed)]

@@ -223,12 +223,13 @@ class SimulatorEngine:
         return self._batch.num_prefilled_tokens
 
     def stats(self) -> EngineStats:
+        num_free = self._pool.num_free
         return EngineStats(
             num_running=self._batch.num_running,
             num_waiting=self._batch.num_waiting + len(self._arriving),
-            kv_used_blocks=self._pool.num_used_blocks,
+            kv_used_blocks=self._options.num_blocks - sum(num_free),
             step_fit=self._fit,
-            pool=PoolUse.of(self._pool.num_pinned_blocks, self._pool.num_free),
+            pool=PoolUse.of(self._pool.num_pinned_blocks, num_free),
         )
 
     async def resident(self) -> set[BlockKey]:
@@ -385,7 +386,9 @@ class SimulatorEngine:
         if not self._num_steps_to_fit:
             self._fit = self._times.fit()
             self._num_steps_to_fit = _STEPS_BETWEEN_FITS
-        last_step_s = duration_s - plan.duration_s(self._profile, plan.num_steps - 1)
+        last_step_s = duration_s
+        if plan.num_steps > 1:
+            last_step_s -= plan.duration_s(self._profile, plan.num_steps - 1)
         self._batch.complete(self._planned_at_s + duration_s, last_step_s)
         self._tell_blocks()
         self._begin()
