@@ -194,6 +194,13 @@ async def test_what_no_worker_could_read_is_refused_at_once_and_costs_nobody_els
     assert (client.last_submit, client.num_reconnects) == (1, 0)
 
 
+async def test_a_value_that_equals_a_known_one_and_is_of_another_type_is_refused(rig: Rig) -> None:
+    client, _ = await rig.connected()
+    await collect(submit(client, "a", PROMPT, 1))
+    with pytest.raises(InvalidRequest, match=r"Sampling\.max_tokens: float instead of int"):
+        submit(client, "b", PROMPT, 1.0)  # type: ignore[arg-type]
+
+
 class _Unwritable:
     """A channel with a fault of our own in it."""
 
