@@ -163,7 +163,8 @@ class ChannelClient:
 
     def _send(self, raw: bytes) -> None:
         # While the worker is away nothing is queued: `_catch_up` works out afresh what it has missed.
-        if self._channel is not None:
+        # To wake the writer takes longer than to write.
+        if self._channel is not None and (self._outgoing or not self._channel.send_now(raw)):
             self._outgoing.append(raw)
             self._wake.set()
 
