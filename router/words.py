@@ -69,7 +69,7 @@ class Words:
     def _pack(self, text: str) -> bytes:
         words, table = self.cut(text), self._word_to_packed
         try:
-            return b"".join(map(table.__getitem__, words))
+            return b"".join([table[word] for word in words])
         except KeyError:
             word_to_packed = self._packed_words(list(set(words).difference(table)))
             return b"".join([table[word] if word in table else word_to_packed[word] for word in words])
