@@ -23,13 +23,13 @@ from router.http_call import (
     App,
     Call,
     ClientGone,
+    Counted,
     Header,
     Limits,
     Receive,
     Scope,
     Send,
     WhileConnected,
-    counted,
     log_failure,
 )
 from router.http_files import FilesApi
@@ -253,7 +253,7 @@ class Front:
         """Chat and completions."""
         if self.is_draining:
             raise NoWorker("this server is shutting down", retry_after_s=_DRAINING_RETRY_S)
-        with counted(call, allowance):
+        with Counted(call, allowance):
             parsed = parse_request(
                 endpoint,
                 await call.json(self.limits),

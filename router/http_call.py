@@ -8,7 +8,7 @@ import ipaddress
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -79,6 +79,8 @@ class Departure:
     """
 
     def __init__(self) -> None:
+        self.is_body_in = False
+        """Whether all of the body has come of the request that came last."""
         self.is_told = False
         self.on_told: Callable[[], None] | None = None
 
@@ -116,25 +118,34 @@ class Call:
             RequestTimeout: it does not come.
             ClientGone: the caller left before its end.
         """
+        max_bytes = limits.max_body_bytes
         announced = self.headers.get(b"content-length", b"")
-        is_too_large = announced.isdigit() and int(announced[:20]) > limits.max_body_bytes
-        parts: list[bytes] = []
-        num_bytes = 0
-        try:
-            async with asyncio.timeout(limits.body_timeout_s):
-                has_more = True
-                while has_more and not is_too_large:
-                    part, has_more = await self.next_part()
-                    parts.append(part)
-                    num_bytes += len(part)
-                    is_too_large = num_bytes > limits.max_body_bytes
-        except TimeoutError:
-            raise RequestTimeout(
-                f"the request's body did not arrive within {limits.body_timeout_s:g} s", retry_after_s=RETRY_S
-            ) from None
-        if is_too_large:
+        if announced.isdigit() and int(announced[:20]) > max_bytes:
+            await self._refuse_body(limits, has_more=True)
+        if self.scope[DEPARTURE].is_body_in:
+            # A timer takes longer than to read what is here.
+            body, has_more = await self._read(max_bytes)
+        else:
+            try:
+                async with asyncio.timeout(limits.body_timeout_s):
+                    body, has_more = await self._read(max_bytes)
+            except TimeoutError:
+                raise RequestTimeout(
+                    f"the request's body did not arrive within {limits.body_timeout_s:g} s", retry_after_s=RETRY_S
+                ) from None
+        if len(body) > max_bytes:
             await self._refuse_body(limits, has_more)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return body
+
+    async def _read(self, max_bytes: int) -> tuple[bytes, bool]:
+        """The body, and whether there is more of it: where it is longer than that, not all is read."""
+        parts: list[bytes] = []
+        num_bytes, has_more = 0, True
+        while has_more and num_bytes <= max_bytes:
+            part, has_more = await self.next_part()
+            parts.append(part)
+            num_bytes += len(part)
+        return b"".join(parts), has_more
 
     async def next_part(self) -> tuple[bytes, bool]:
         """Some more of the body, and whether that was not all. Raises `ClientGone`."""
@@ -244,20 +255,24 @@ class Call:
         await self.respond(status, _encoded(error_body(error)), headers)
 
 
-@contextlib.contextmanager
-def counted(call: Call, allowance: Allowance) -> Iterator[None]:
-    """Count a request against what its key may do, and have its answer tell what is left.
+class Counted:
+    """Counts a request against what its key may do, and has its answer tell what is left. Use as `with`.
 
     Raises `Overloaded`, with the time to come back.
     """
-    try:
-        allowance.take()
-    finally:
-        call.extra_headers += allowance.headers()
-    try:
-        yield
-    finally:
-        allowance.give_back()
+
+    def __init__(self, call: Call, allowance: Allowance) -> None:
+        self._call = call
+        self._allowance = allowance
+
+    def __enter__(self) -> None:
+        try:
+            self._allowance.take()
+        finally:
+            self._call.extra_headers += self._allowance.headers()
+
+    def __exit__(self, *_: object) -> None:
+        self._allowance.give_back()
 
 
 class WhileConnected:

@@ -17,7 +17,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from router import fields
 from router.batch_book import BatchBook
-from router.http_call import Call, Limits, counted
+from router.http_call import Call, Counted, Limits
 from router.keys import Allowance, Caller
 from router.openai import Endpoint
 from router.stored_files import FileStore
@@ -71,7 +71,7 @@ class FilesApi:
     async def _upload(self, call: Call, caller: Caller, allowance: Allowance) -> None:
         """Take a file. It counts as a request of its key, since it takes as much of the server as any."""
         call.check_own_page()
-        with counted(call, allowance):
+        with Counted(call, allowance):
             await self._keep_upload(call, caller)
 
     async def _keep_upload(self, call: Call, caller: Caller) -> None:

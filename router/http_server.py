@@ -150,6 +150,9 @@ class _JoinedWrites:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
     def write(self, data: bytes) -> None:
         if not self._parts:
             self._loop.call_soon(self._flush)
@@ -215,6 +218,7 @@ class _Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope[DEPARTURE] = self._departure  # type: ignore[literal-required]
+        self._departure.is_body_in = False
         self._is_in_headers = True
 
     def on_headers_complete(self) -> None:
@@ -225,6 +229,10 @@ class _Connection(HttpToolsProtocol):
         if num_bytes > self._limits.max_header_bytes:
             self.app = _too_large
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._departure.is_body_in = True
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -86,7 +86,15 @@ class LoadTable:
         self._kv_total_blocks = np.array([fixed.kv_total_blocks for fixed in workers], dtype=np.int64)
         self._ints = np.zeros((_NUM_INTS, len(workers)), dtype=np.int64)
         self._floats = np.zeros((len(Column._fields) - _NUM_INTS, len(workers)), dtype=np.float64)
-        for array in (self._hashes, self._is_cache_aware, self._is_home, self._max_num_seqs, self._kv_total_blocks):
+        self._nominal_speeds = np.full(len(workers), _NOMINAL_PREFILL_S_PER_TOKEN)
+        for array in (
+            self._hashes,
+            self._is_cache_aware,
+            self._is_home,
+            self._max_num_seqs,
+            self._kv_total_blocks,
+            self._nominal_speeds,
+        ):
             array.flags.writeable = False
         self._snapshot: Loads | None = None
         self._read: Column[Ints, Floats] = Column(*self._ints, *self._floats)
@@ -146,11 +154,14 @@ class LoadTable:
         """Prefill time of a token, of what is queued and of a step: as measured, or where a worker has not measured its
         own, or not of late, as is typical."""
         measured = read.measured_prefill_s_per_token
+        num_known = np.count_nonzero(measured > 0.0)
         overlooked_before = self._num_booked - _OVERLOOKED_AFTER * len(measured)
-        if not len(measured) or (measured.min() > 0.0 and read.last_booking.min() >= overlooked_before):
+        if num_known == len(measured) and (
+            not num_known or read.last_booking[read.last_booking.argmin()] >= overlooked_before
+        ):
             return measured, read.queued_prefill_s, read.step_budget_s
-        known = measured[measured > 0.0]
-        if len(known):
+        if num_known:
+            known = measured[measured > 0.0]
             known.sort()
             # The lower median: a speed that some worker really has.
             typical = known[(len(known) - 1) // 2]
@@ -158,7 +169,7 @@ class LoadTable:
             speeds = np.where(read.last_booking < overlooked_before, np.minimum(told, typical), told)
         else:
             # Some engines never tell a speed.
-            speeds = np.full(measured.shape, _NOMINAL_PREFILL_S_PER_TOKEN)
+            speeds = self._nominal_speeds
         return speeds, read.queued_prefill_tokens * speeds, read.step_s + read.step_budget_tokens * speeds
 
 

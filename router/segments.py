@@ -93,10 +93,7 @@ class Segments:
             return Lookup([text], [None], salt, len(text))
         lookup = Lookup(self._cuts.pieces(text, marks), [], salt, 0)
         lookup.packed = [None] * len(lookup.pieces)
-        self._find(lookup, range(len(lookup.pieces)))
-        lookup.missing_chars = sum(
-            len(piece) for piece, packed in zip(lookup.pieces, lookup.packed, strict=True) if packed is None
-        )
+        lookup.missing_chars = self._find(lookup, range(len(lookup.pieces)))
         return lookup
 
     def complete(self, lookup: Lookup, is_given_up: Callable[[], bool] | None = None) -> bytes:
@@ -175,15 +172,20 @@ class Segments:
             lambda: self.num_mismatches,
         )
 
-    def _find(self, lookup: Lookup, indices: Iterable[int]) -> None:
-        table, salt, packed = self._key_to_packed, lookup.salt, lookup.packed
+    def _find(self, lookup: Lookup, indices: Iterable[int]) -> int:
+        """Look some pieces up; how many characters those have that are not known."""
+        table, salt, pieces, packed = self._key_to_packed, lookup.salt, lookup.pieces, lookup.packed
+        missing_chars = 0
         with self._lock:
             for index in indices:
-                key = (salt, lookup.pieces[index])
+                key = (salt, pieces[index])
                 known = table.get(key)
                 if known is not None:
                     table.move_to_end(key)
                     packed[index] = known
+                else:
+                    missing_chars += len(pieces[index])
+        return missing_chars
 
     def _keep(self, lookup: Lookup, indices: Sequence[int]) -> None:
         with self._lock:

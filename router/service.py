@@ -38,8 +38,9 @@ from shared.errors import (
     WorkerLost,
     WorkerSilent,
 )
-from shared.messages import RichDelta
+from shared.messages import Delta, RichDelta
 from shared.telemetry import Metrics
+from shared.transport.base import DeltaStream
 from shared.types import BlockKey, CacheScheme, FinishReason, RouterId, WorkerId
 
 logger = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ class Router:
         failures: list[str] = []
         left, keys = request, self.keys(request)
         await self._check_deadline(request, keys)
+        deadline_at_s = request.deadline_at_s
         finish: FinishReason | None = None
         while finish is None:
             if sent:
@@ -183,20 +185,30 @@ class Router:
                 keys = self.keys(left)
             asked_at_s = self._clock()
             placement = await self._place(left, keys, trace)
+            is_continued = bool(sent)
             trace.num_attempts += 1
-            trace.num_continuations += bool(sent)
+            trace.num_continuations += is_continued
             self._note_attempt(left, placement, trace, asked_at_s)
             try:
-                async with aclosing(self._on_worker(left, placement, trace, is_continued=bool(sent))) as generated:
-                    async for item in generated:
-                        sent += item.token_ids
-                        finish = item.finish
-                        yield item
+                try:
+                    deltas = self._submit(left, placement, trace, is_continued=is_continued)
+                    async with aclosing(deltas):
+                        async for delta in deltas if deadline_at_s is None else UntilDeadline(deltas, deadline_at_s):
+                            item = self._taken(left, placement, trace, delta, is_continued=is_continued)
+                            sent += item.token_ids
+                            finish = item.finish
+                            yield item
+                            if delta.finish is FinishReason.ABORT:
+                                break
+                    if finish is None:
+                        raise EngineError("the engine gave the request up")
+                finally:
+                    self._end_attempt(placement, trace)
                 self.fleet.note_finished(placement.booking)
             except Outpaced:
                 # As if it had not been sent: the worker has told its load, so that it is weighed by that now.
                 trace.num_attempts -= 1
-                trace.num_continuations -= bool(sent)
+                trace.num_continuations -= is_continued
                 trace.num_refusals += 1
                 trace.attempts[-1].is_refused = True
                 self.num_outpaced += 1
@@ -307,10 +319,10 @@ class Router:
         )
         self.watch.note_decision(request, placement.promise.keys, placement.ranking, trace)
 
-    async def _on_worker(
+    def _submit(
         self, request: GenerateRequest, placement: Placement, trace: RequestTrace, *, is_continued: bool
-    ) -> AsyncGenerator[Generated, None]:
-        """The request's tokens from the worker that it is bound to. Claims end with this, however it ends."""
+    ) -> DeltaStream:
+        """Send a request to the worker that it is bound to. Claims end with `_end_attempt`, whatever comes of it."""
         booking = placement.booking
         trace.worker = booking.worker
         if not is_continued:
@@ -320,51 +332,50 @@ class Router:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s to %s: %s", request.request, booking.worker, placement.ranking.explain())
         trace.explain = placement.ranking.explain
-        is_whole = False
-        try:
-            deltas = booking.client.submit(
-                request.request,
-                trace.num_attempts + trace.num_refusals,
-                request.token_ids,
-                request.sampling,
-                salt=request.salt,
-                adapter=request.adapter,
-                priority=request.worker_priority,
-                matched_tokens=placement.matched_tokens,
-                max_queued_tokens=_max_queued_tokens(placement, trace.num_refusals),
-                traceparent=request.traceparent,
-            )
-            booking.submit = booking.client.last_submit
-            booking.movable = deltas
-            deadline_at_s = request.deadline_at_s
-            async with aclosing(deltas):
-                async for delta in deltas if deadline_at_s is None else UntilDeadline(deltas, deadline_at_s):
-                    if delta.cached_tokens is not None and not is_continued:
-                        trace.cached_tokens = delta.cached_tokens
-                    if not booking.has_first_token:
-                        trace.attempts[-1].first_token_at_s = self._clock()
-                        self.fleet.note_first_token(booking)
-                        if reasons_against_continuing(request.sampling):
-                            booking.movable = None
-                        self.hints.settle(placement.promise)
-                    if trace.first_token_at_s is None and delta.token_ids:
-                        trace.first_token_at_s = self._clock()
-                    if delta.finish is FinishReason.ABORT:
-                        # Nobody here has cancelled it, or nobody would read this.
-                        yield Generated(delta.token_ids)
-                        break
-                    is_whole = delta.finish is not None
-                    if isinstance(delta, RichDelta):
-                        yield RichGenerated(delta.token_ids, delta.finish, delta.logprobs, delta.parts)
-                    else:
-                        yield Generated(delta.token_ids, delta.finish)
-            if not is_whole:
-                raise EngineError("the engine gave the request up")
-        finally:
-            trace.attempts[-1].ended_at_s = self._clock()
-            if not booking.has_first_token:
-                self.hints.withdraw(placement.promise)
-            self.fleet.release(booking)
+        deltas = booking.client.submit(
+            request.request,
+            trace.num_attempts + trace.num_refusals,
+            request.token_ids,
+            request.sampling,
+            salt=request.salt,
+            adapter=request.adapter,
+            priority=request.worker_priority,
+            matched_tokens=placement.matched_tokens,
+            max_queued_tokens=_max_queued_tokens(placement, trace.num_refusals),
+            traceparent=request.traceparent,
+        )
+        booking.submit = booking.client.last_submit
+        booking.movable = deltas
+        return deltas
+
+    def _taken(
+        self, request: GenerateRequest, placement: Placement, trace: RequestTrace, delta: Delta, *, is_continued: bool
+    ) -> Generated:
+        """What a worker's delta gives its reader. Modifies what is known of the request."""
+        booking = placement.booking
+        if delta.cached_tokens is not None and not is_continued:
+            trace.cached_tokens = delta.cached_tokens
+        if not booking.has_first_token:
+            trace.attempts[-1].first_token_at_s = self._clock()
+            self.fleet.note_first_token(booking)
+            if reasons_against_continuing(request.sampling):
+                booking.movable = None
+            self.hints.settle(placement.promise)
+        if trace.first_token_at_s is None and delta.token_ids:
+            trace.first_token_at_s = self._clock()
+        if delta.finish is FinishReason.ABORT:
+            # Nobody here has cancelled it, or nobody would read this.
+            return Generated(delta.token_ids)
+        if isinstance(delta, RichDelta):
+            return RichGenerated(delta.token_ids, delta.finish, delta.logprobs, delta.parts)
+        return Generated(delta.token_ids, delta.finish)
+
+    def _end_attempt(self, placement: Placement, trace: RequestTrace) -> None:
+        """End an attempt's claims. Modifies."""
+        trace.attempts[-1].ended_at_s = self._clock()
+        if not placement.booking.has_first_token:
+            self.hints.withdraw(placement.promise)
+        self.fleet.release(placement.booking)
 
     async def _match(self, keys: Sequence[BlockKey]) -> Mapping[WorkerId, Match]:
         """What the directory knows of a prompt; nothing where it cannot be asked, since routing must go on.

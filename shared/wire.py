@@ -234,6 +234,8 @@ def _tuple_decoder(item_hint: Any) -> _Decode:
 
 def _records(record_type: type[Any], rows: list[Any]) -> tuple[Any, ...]:
     """Dataclasses of one type, checked field by field over all of them: a step's deltas cost one look at each field."""
+    if len(rows) == 1:
+        return (from_fields(record_type, _expect(rows[0], list)),)
     decoders, num_required = _decoders_of(record_type)  # type: ignore[arg-type]  # mypy: `type[Any]` has no hash
     sizes = set(map(len, rows)) if set(map(type, rows)) == {list} else set()
     if len(sizes) != 1 or min(sizes) < num_required:

@@ -241,8 +241,14 @@ def rendezvous(hashes: Hashes, worker_hashes: Hashes) -> Hashes:
     The arrays are broadcast. Both are hashes already, so that a part of the finaliser of splitmix64 (Steele, Lea and
     Flood, 2014) is enough to mix them.
     """
-    mixed = (hashes ^ worker_hashes) * np.uint64(0xBF58476D1CE4E5B9)
-    return (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
+    mixed = (hashes ^ worker_hashes) * _FIRST_FACTOR
+    return (mixed ^ (mixed >> _SHIFT)) * _SECOND_FACTOR
+
+
+# As arrays: numpy takes longer over its own scalars.
+_FIRST_FACTOR, _SHIFT, _SECOND_FACTOR = (
+    np.array(number, dtype=np.uint64) for number in (0xBF58476D1CE4E5B9, 32, 0x94D049BB133111EB)
+)
 
 
 _ANY_TOKENS = 1 << 40

@@ -55,6 +55,10 @@ class Channel(Protocol):
         """Hand over one message; waits while the peer is slow. Raises `ConnectionError` once the pipe is closed."""
         ...
 
+    def send_now(self, raw: bytes) -> bool:
+        """Hand over one message where that takes no waiting, behind all before it; else tell so and do nothing."""
+        ...
+
     async def receive(self) -> bytes:
         """The next message. Raises `ConnectionError` once the pipe is closed, `ProtocolError` over the size limit."""
         ...

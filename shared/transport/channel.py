@@ -33,11 +33,20 @@ class SocketChannel:
     async def send(self, raw: bytes) -> None:
         if self._writer.is_closing():
             raise ConnectionError("the connection is closed")
-        self._writer.write(len(raw).to_bytes(_PREFIX_BYTES, "big") + raw)
+        self._write(raw)
         try:
             await self._writer.drain()
         except OSError as error:
             raise _as_connection_error(error) from error
+
+    def send_now(self, raw: bytes) -> bool:
+        if self._writer.is_closing() or self._writer.transport.get_write_buffer_size():
+            return False
+        self._write(raw)
+        return True
+
+    def _write(self, raw: bytes) -> None:
+        self._writer.write(len(raw).to_bytes(_PREFIX_BYTES, "big") + raw)
 
     async def receive(self) -> bytes:
         try:
@@ -68,6 +77,9 @@ class LocalChannel:
 
     async def send(self, raw: bytes) -> None:
         await self._outgoing.put(raw)
+
+    def send_now(self, raw: bytes) -> bool:
+        return False
 
     async def receive(self) -> bytes:
         raw = await self._incoming.get()

@@ -26,6 +26,8 @@ _logger = logging.getLogger(__name__)
 GOODBYE = Refused("closed", "the router closes the session")
 _MOST_UNACKNOWLEDGED_BYTES = 1 << 20
 """Far under what makes a worker pause."""
+_MAX_KNOWN_SAMPLINGS = 64
+"""Ways of sampling that are known to be read: few are in use at a time, and a schema may make one large."""
 
 
 class ChannelClient:
@@ -161,7 +163,8 @@ class ChannelClient:
 
     def _send(self, raw: bytes) -> None:
         # While the worker is away nothing is queued: `_catch_up` works out afresh what it has missed.
-        if self._channel is not None:
+        # To wake the writer takes longer than to write.
+        if self._channel is not None and (self._outgoing or not self._channel.send_now(raw)):
             self._outgoing.append(raw)
             self._wake.set()
 
@@ -394,12 +397,18 @@ def _encoded(submit: Submit) -> bytes:
     try:
         raw = encode(submit)
         # Beside it there are texts and whole numbers alone, which can be read once they could be written.
-        decode_record(Sampling, encode_record(submit.sampling))
+        _check_sampling(encode_record(submit.sampling))
     except (ProtocolError, TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"the request cannot be sent: {error}") from error
     if len(raw) > MAX_MESSAGE_BYTES:
         raise InvalidRequest(f"the request cannot be sent: {len(raw)} bytes are over the limit of {MAX_MESSAGE_BYTES}")
     return raw
+
+
+@functools.lru_cache(maxsize=_MAX_KNOWN_SAMPLINGS)
+def _check_sampling(raw: bytes) -> None:
+    """Raises what a worker would raise that reads this. By its bytes, since values may be equal and of other types."""
+    decode_record(Sampling, raw)
 
 
 def _ignore() -> None:

@@ -194,6 +194,31 @@ async def test_what_no_worker_could_read_is_refused_at_once_and_costs_nobody_els
     assert (client.last_submit, client.num_reconnects) == (1, 0)
 
 
+async def test_a_value_that_equals_a_known_one_and_is_of_another_type_is_refused(rig: Rig) -> None:
+    client, _ = await rig.connected()
+    await collect(submit(client, "a", PROMPT, 1))
+    with pytest.raises(InvalidRequest, match=r"Sampling\.max_tokens: float instead of int"):
+        submit(client, "b", PROMPT, 1.0)  # type: ignore[arg-type]
+
+
+async def test_a_submit_goes_out_before_the_writer_wakes_and_by_it_where_there_is_no_room(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = await rig.connected()
+    told: list[bytes] = []
+
+    def refuse(raw: bytes) -> bool:
+        told.append(raw)
+        return False
+
+    monkeypatch.setattr(client._channel, "send_now", refuse)
+    streams = [submit(client, name, PROMPT, 5) for name in ("a", "b")]
+    # What waits for the writer is not overtaken.
+    assert [decode(raw).request for raw in told] == ["a"]
+    for stream in streams:
+        assert tokens_of(await collect(stream)) == fake_tokens(PROMPT, 5)
+
+
 class _Unwritable:
     """A channel with a fault of our own in it."""
 
@@ -208,6 +233,9 @@ class _Unwritable:
         if self.is_faulty:
             raise RuntimeError("a fault of our own")
         await self._channel.send(raw)
+
+    def send_now(self, raw: bytes) -> bool:
+        return False
 
 
 async def test_a_fault_in_the_writer_is_told_once_and_loses_the_worker_instead_of_hanging(
@@ -520,6 +548,9 @@ class _Impostor:
     async def send(self, raw: bytes) -> None:
         await self._channel.send(raw)
 
+    def send_now(self, raw: bytes) -> bool:
+        return False
+
     async def receive(self) -> bytes:
         raw = await self._channel.receive()
         message = decode(raw)
@@ -586,6 +617,9 @@ class _OfAnotherVersion:
 
     async def send(self, raw: bytes) -> None:
         await self._channel.send(msgpack.packb([1, self._protocol, {"all else": "is different"}]))
+
+    def send_now(self, raw: bytes) -> bool:
+        return False
 
     async def receive(self) -> bytes:
         return await self._channel.receive()

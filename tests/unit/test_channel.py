@@ -52,6 +52,25 @@ def test_other_addresses_are_named_in_the_error(address: str) -> None:
     assert repr(address) in str(refused.value)
 
 
+async def test_a_socket_takes_messages_at_once_while_it_has_room_and_in_order() -> None:
+    one, other = socket.socketpair()
+    ours = SocketChannel(*await asyncio.open_connection(sock=one))
+    theirs = SocketChannel(*await asyncio.open_connection(sock=other))
+    theirs.receive_limit_bytes = 1 << 24
+    assert ours.send_now(b"a")
+    assert await theirs.receive() == b"a"
+    large = bytes(1 << 23)
+    assert ours.send_now(large)
+    assert not ours.send_now(b"b")
+    sending = asyncio.create_task(ours.send(b"c"))
+    assert await theirs.receive() == large
+    assert await theirs.receive() == b"c"
+    await sending
+    ours.close()
+    assert not ours.send_now(b"d")
+    theirs.close()
+
+
 async def test_a_local_channel_holds_a_sender_back_until_its_peer_reads() -> None:
     ours, theirs = local_pair(capacity_bytes=10)
     await ours.send(b"a" * 100)  # into an empty pipe goes any message

@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 
 from router.dashboard import dashboard_app
-from router.http_call import Limits
+from router.http_call import DEPARTURE, Call, Departure, Limits, Receive, Scope, Send
 from router.http_server import _JoinedWrites, bind, is_loopback, serving_http
 from router.requests import Generated, GenerateRequest, RequestTrace
 from router.tokenizer import Tokenizer
-from shared.errors import ConfigError
+from shared.errors import BodyTooLarge, ConfigError
 from shared.types import FinishReason
 from tests.support.fake_generate import FakeGenerate
 from tests.support.http_front import PATIENT_S, echo, listening, make_front
@@ -271,6 +271,56 @@ async def test_end_of_the_server_tells_those_who_still_read(tokenizer: Tokenizer
         rest = await reader.read()
     assert b'"code":"service_unavailable"' in rest
     assert fake.num_live == 0
+
+
+@pytest.mark.parametrize(("pause_at", "is_in"), [(None, True), (-5, False)], ids=["at once", "in two parts"])
+async def test_whether_a_body_is_in_is_told_before_it_is_read(pause_at: int | None, is_in: bool) -> None:
+    """So that no timer is set for what need not be waited for."""
+    told: list[bool] = []
+    is_told = asyncio.Event()
+
+    class App:
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            told.append(scope[DEPARTURE].is_body_in)
+            is_told.set()
+            while (await receive())["more_body"]:
+                pass
+            told.append(scope[DEPARTURE].is_body_in)
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+
+        def cut(self) -> None:
+            pass
+
+    listener = bind("127.0.0.1", 0)
+    async with serving_http(App(), [listener], Limits()), connected(f"127.0.0.1:{listener.getsockname()[1]}") as ends:
+        reader, writer = ends
+        for _ in range(2):
+            raw = post(b"x" * 10)
+            writer.write(raw[:pause_at])
+            await is_told.wait()
+            is_told.clear()
+            writer.write(raw[pause_at:] if pause_at else b"")
+            await reader.readuntil(b"\r\n\r\n")
+    assert told == [is_in, True] * 2
+
+
+async def test_a_body_that_is_in_is_read_without_a_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"abc", "more_body": False}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    departure = Departure()
+    scope = {"method": "POST", "path": "/", "headers": [], DEPARTURE: departure}
+    call = Call(scope, receive, send, own_id="a")
+    departure.is_body_in = True
+    with monkeypatch.context() as patched:
+        patched.delattr(asyncio, "timeout")
+        assert await call.body(Limits()) == b"abc"
+    with pytest.raises(BodyTooLarge):
+        await call.body(Limits(max_body_bytes=2))
 
 
 class _Transport:
