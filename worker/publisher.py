@@ -205,10 +205,10 @@ class Publisher:
     async def _wait_for_news(self) -> None:
         """Until the next heartbeat, or until changes have been gathered for a tick."""
         now_s = asyncio.get_running_loop().time()
-        patience_s = max(0.0, self._next_heartbeat_s - now_s)
-        gather_s = min(self._tick_s, patience_s)
+        until_s = max(now_s, self._next_heartbeat_s)
+        gather_s = min(self._tick_s, until_s - now_s)
         if self.is_quiet:
-            await self._alarm.wait(now_s + patience_s, gather_s)
+            await self._alarm.wait(until_s, gather_s)
         else:
             await asyncio.sleep(gather_s)
 
