@@ -26,8 +26,8 @@ _logger = logging.getLogger(__name__)
 GOODBYE = Refused("closed", "the router closes the session")
 _MOST_UNACKNOWLEDGED_BYTES = 1 << 20
 """Far under what makes a worker pause."""
-_MAX_KNOWN_SAMPLINGS = 64
-"""Ways of sampling that are known to be read: few are in use at a time, and a schema may make one large."""
+_MAX_KNOWN_SAMPLINGS, _MAX_KNOWN_BYTES = 64, 4096
+"""Ways of sampling that are known to be read, few being in use at a time, and the longest: a schema may have MiB."""
 
 
 class ChannelClient:
@@ -397,7 +397,11 @@ def _encoded(submit: Submit) -> bytes:
     try:
         raw = encode(submit)
         # Beside it there are texts and whole numbers alone, which can be read once they could be written.
-        _check_sampling(encode_record(submit.sampling))
+        sampling = encode_record(submit.sampling)
+        if len(sampling) > _MAX_KNOWN_BYTES:
+            decode_record(Sampling, sampling)
+        else:
+            _check_sampling(sampling)
     except (ProtocolError, TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"the request cannot be sent: {error}") from error
     if len(raw) > MAX_MESSAGE_BYTES:

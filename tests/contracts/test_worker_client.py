@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import json
 import os
 import random
 import stat
@@ -20,7 +21,7 @@ from shared.errors import AuthenticationFailed, ContextTooLong, EngineError, Inv
 from shared.hashing import pack_tokens
 from shared.messages import PROTOCOL_VERSION, Ack, Delta, Hello, Submit, decode, encode
 from shared.transport.base import Channel, Timings
-from shared.transport.client import ChannelClient
+from shared.transport.client import ChannelClient, _check_sampling
 from shared.transport.handshake import greet_worker
 from shared.types import FinishReason, Instance, RequestId, RouterId, Sampling
 from shared.wire import MAX_MESSAGE_BYTES
@@ -199,6 +200,16 @@ async def test_a_value_that_equals_a_known_one_and_is_of_another_type_is_refused
     await collect(submit(client, "a", PROMPT, 1))
     with pytest.raises(InvalidRequest, match=r"Sampling\.max_tokens: float instead of int"):
         submit(client, "b", PROMPT, 1.0)  # type: ignore[arg-type]
+
+
+async def test_a_large_way_of_sampling_is_checked_and_not_kept(rig: Rig) -> None:
+    client, _ = await rig.connected()
+    _check_sampling.cache_clear()
+    schema = json.dumps({"description": "x" * 10_000})
+    with pytest.raises(InvalidRequest, match=r"Sampling\.max_tokens: float instead of int"):
+        client.submit(RequestId("a"), 0, pack_tokens(PROMPT), Sampling(1.0, json_schema=schema))  # type: ignore[arg-type]
+    await collect(client.submit(RequestId("b"), 0, pack_tokens(PROMPT), Sampling(1, json_schema=schema)))
+    assert _check_sampling.cache_info().currsize == 0
 
 
 async def test_a_submit_goes_out_before_the_writer_wakes_and_by_it_where_there_is_no_room(
