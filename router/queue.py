@@ -21,7 +21,7 @@ from router.means import Means
 from router.policies.base import FleetState, Loads, Policy
 from router.requests import GenerateRequest
 from router.shares import Shares
-from shared.errors import ContextTooLong, NoWorker, Overloaded, QueueFull
+from shared.errors import ContextTooLong, KvrouteError, NoWorker, Overloaded, QueueFull
 from shared.types import BlockKey, WorkerId
 
 __all__ = ["HoldQueue", "Placement"]
@@ -91,8 +91,9 @@ class HoldQueue:
         """Stop; whoever still waits, or comes later, gets `NoWorker`."""
         self._is_closed = True
         self._loop = None
-        await self._binder.close()
+        # First, so that a look that is due finds nobody while the end of what is asked is waited for.
         self._binder.fail_all(NoWorker("the router is closing"))
+        await self._binder.close()
 
     def poke(self) -> None:
         """Something that decisions depend on has changed. Cheap, callable from anywhere on the loop."""
@@ -158,19 +159,12 @@ class HoldQueue:
             if not held.placed.done():
                 self._binder.take(held)
             if not held.placed.done():
-                async with asyncio.timeout(self._timeout_s):
-                    await held.placed
+                # A cancel must not end what a pass may still decide about before this goes on.
+                await asyncio.wait([held.placed], timeout=self._timeout_s)
+            if not held.placed.done():
+                raise self._not_placed(request)
             placement: Placement = held.placed.result()
             return placement
-        except TimeoutError:
-            if _is_bound(held.placed):
-                bound: Placement = held.placed.result()
-                return bound
-            if not self._fleet.worker_to_instance:
-                raise NoWorker(f"there is no worker, and none came within {self._timeout_s:g} s") from None
-            retry_after_s = self._admission.retry_after_s(request)
-            message = f"no worker took the request within {self._timeout_s:g} s"
-            raise Overloaded(message, retry_after_s=retry_after_s) from None
         except asyncio.CancelledError:
             if _is_bound(held.placed):
                 # The decision came in the very moment of the cancel: its claims must not outlive it.
@@ -210,10 +204,19 @@ class HoldQueue:
             # If its own task is being cancelled, nobody else will look.
             loser.placed.exception()
 
+    def _not_placed(self, request: GenerateRequest) -> KvrouteError:
+        """What a request ends with that has waited for the whole timeout."""
+        if not self._fleet.worker_to_instance:
+            return NoWorker(f"there is no worker, and none came within {self._timeout_s:g} s")
+        return Overloaded(
+            f"no worker took the request within {self._timeout_s:g} s",
+            retry_after_s=self._admission.retry_after_s(request),
+        )
+
     def _expected_output_tokens(self, request: GenerateRequest, keys: Sequence[BlockKey]) -> int:
         likely_tokens = self._answer_lengths.expected_tokens(keys, self._means.output_tokens)
         return min(request.sampling.max_tokens, max(1, round(likely_tokens)))
 
 
 def _is_bound(placed: asyncio.Future[Placement]) -> bool:
-    return placed.done() and not placed.cancelled() and placed.exception() is None
+    return placed.done() and placed.exception() is None

@@ -14,7 +14,7 @@ from router.policies.base import Costs, FleetState, Loads, Requests
 from router.policies.cost import CostPolicy
 from router.queue import Placement
 from router.requests import GenerateRequest
-from shared.errors import KvrouteError
+from shared.errors import KvrouteError, NoWorker
 from shared.hashing import block_keys, pack_tokens, root_key
 from shared.types import RequestId, Sampling, WorkerId
 
@@ -137,6 +137,39 @@ async def test_prompts_that_begin_alike_share_nothing_where_their_beginning_is_h
         await settle()
         assert [worker_of(asked) for asked in (alone, *tails)] == [W0, None, None]
         await stop(*tails)
+
+
+async def test_who_is_cancelled_right_before_a_pass_leaves_no_claim_and_costs_nobody_else() -> None:
+    async with bench_rig(1, 0) as rig:
+        await opened(rig, BUSY)
+        gone = ask(rig, "gone", prompt(0, 400))
+        other = ask(rig, "other", prompt(20_000, 800))
+        await settle()
+        assert len(rig.queue) == 2
+        # The pass is before the cancelled task in the loop's next turn.
+        rig.clients[0].tell(replace(STATUS, num_running=200))
+        gone.cancel()
+        await settle()
+        assert gone.cancelled()
+        rig.clients[0].tell(replace(STATUS, num_running=200))
+        await settle()
+        assert worker_of(other) == W0
+        rig.fleet.release(other.result().booking)
+        assert rig.fleet.num_bookings == 0
+
+
+async def test_nobody_gets_a_worker_any_more_once_the_queue_closes() -> None:
+    async with bench_rig(1, 0) as rig:
+        await opened(rig, BUSY)
+        held = ask(rig, "held", prompt(0, 400))
+        await settle()
+        # A question to the directory, whose end takes some turns of the loop.
+        rig.queue._binder._matching.add(asyncio.create_task(asyncio.sleep(60.0)))
+        rig.clients[0].tell(replace(STATUS, num_running=200))
+        await rig.queue.close()
+        with pytest.raises(NoWorker):
+            await held
+        assert rig.fleet.num_bookings == 0
 
 
 async def test_of_equal_prompts_that_with_the_shorter_answer_goes_first() -> None:
