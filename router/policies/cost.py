@@ -42,7 +42,7 @@ class CostWeights:
     """Of several routers, the one whose request has waited longer gets ahead by this share of its age."""
     longest_wait: float = 2.1
     """Short requests overtake others until these have waited so many times as long as all that is held takes."""
-    longest_wait_of_several: float = 1.2
+    longest_wait_of_several: float = 1.0
     """The same of several routers: none sees whom the requests of the others overtake."""
 
 
