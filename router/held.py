@@ -120,12 +120,16 @@ class HeldTable:
 
     def shared_own_tokens(self) -> Floats:
         """The same, as each one's part where several that wait have yet to have the same blocks computed: the first of
-        them does it for all. Modifies the index."""
+        them does it for all. Modifies the index.
+
+        Who has a request's longest beginning that is looked for is known, and not how much more of it: that half of the
+        rest is common errs least.
+        """
         self._index()
-        own_tokens = self.own_tokens
+        own_tokens, tail_tokens = self.own_tokens, self._tail_tokens[: len(self._held)]
         num_sharing = self._beginnings.num_members(self._longest_beginnings[: len(self._held)])
-        is_missing = own_tokens >= self._tail_tokens[: len(self._held)]
-        parts: Floats = own_tokens / np.where(is_missing, num_sharing, 1)
+        alone_tokens = np.where(own_tokens >= tail_tokens, 0.5 * tail_tokens, own_tokens)
+        parts: Floats = (own_tokens - alone_tokens) / num_sharing + alone_tokens
         return parts
 
     @property
@@ -206,6 +210,7 @@ class HeldTable:
 
     def _index(self) -> None:
         for held in self._unindexed:
+            assert held.row is not None, "what is not indexed yet is in the table"
             self._longest_beginnings[held.row] = self._beginnings.add(held)
         self._unindexed.clear()
 

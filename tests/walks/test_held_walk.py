@@ -127,13 +127,15 @@ class _Walk:
             self._check_parts(own)
 
     def _check_parts(self, own: dict[Held, int]) -> None:
-        """Several bear together what they have yet to have computed, up to the last block that tells beginnings."""
+        """Several bear together what they have yet to have computed, but for half of what is behind their last mark."""
         part = dict(own)
         for held in self.held:
             depth = last_mark_depth(len(held.keys))
             num_tokens = held.request.num_prompt_tokens
             if held not in self.bound and held.keys and num_tokens - own[held] <= depth * BLOCK_SIZE_TOKENS:
-                part[held] /= sum(held.keys[depth] in other.keys for other in self.held if other not in self.bound)
+                num_sharing = sum(held.keys[depth] in other.keys for other in self.held if other not in self.bound)
+                alone_tokens = (num_tokens - depth * BLOCK_SIZE_TOKENS) / 2
+                part[held] = (own[held] - alone_tokens) / num_sharing + alone_tokens
         parts = self.table.shared_own_tokens()
         assert [parts[held.row] for held in self.held] == pytest.approx(list(part.values()))
 
