@@ -181,18 +181,22 @@ def send(processes: list[psutil.Process], sent: signal.Signals) -> None:
 
 
 async def catch(asked: list[Streamed], worker_to_processes: dict[WorkerId, list[psutil.Process]]) -> WorkerId:
-    """Stop a worker in the middle of an answer: only of a stopped one is it sure that it cannot reach the end first."""
+    """Stop a worker in the middle of an answer: only of a stopped one is it sure that it cannot reach the end first.
+
+    Its engine first, so that what that has computed already is told before the rest stops.
+    """
     async with asyncio.timeout(PATIENCE_S):
         while True:
             assert any(one.finish is None for one in asked), "nobody was caught before all was answered"
             for worker, processes in worker_to_processes.items():
                 if not any(one.is_under_way_on(worker) for one in asked):
                     continue
-                send(processes, signal.SIGSTOP)
+                send(processes[1:], signal.SIGSTOP)
                 await asyncio.sleep(QUIET_S)
                 if any(one.is_under_way_on(worker) for one in asked):
+                    send(processes[:1], signal.SIGSTOP)
                     return worker
-                send(processes, signal.SIGCONT)
+                send(processes[1:], signal.SIGCONT)
             await asyncio.sleep(0.001)
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from router.dashboard import charts_path, dashboard_app
 from router.explain import explain, explanation_text, read_body, wait_for_statuses
+from router.http_call import DEPARTURE, Departure
 from router.keys import ANYBODY, Caller
 from router.overview import BatchJob, Flag, Overview, Viewpoint
 from router.service import Router
@@ -284,8 +285,9 @@ class Front:
     def __init__(self, overview: Overview, **options: Any) -> None:
         self.num_taken = 0
         self.overview = overview
+        self._app = dashboard_app(self.take, **options)
         self.client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(dashboard_app(self.take, **options)),
+            transport=httpx.ASGITransport(self._answer),
             base_url="http://test",
             headers={"content-type": "application/json"},
         )
@@ -293,6 +295,9 @@ class Front:
     async def take(self, with_history: bool) -> Overview:
         self.num_taken += 1
         return self.overview
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app({**scope, DEPARTURE: Departure()}, receive, send)
 
 
 async def test_page_and_assets_allow_nothing_from_elsewhere(overview: Overview) -> None:
