@@ -275,10 +275,10 @@ class Binder:
         Who waits for a busy worker must not keep others from being looked at.
         """
         table = self._table
-        own_s: Floats = table.shared_own_tokens() * fleet.prefill_s_per_token
-        demand_share = table.demand_blocks * (len(loads) / loads.kv_total_blocks.sum())
-        occupancy_s = demand_share * table.output_tokens * fleet.token_s
-        urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, occupancy_s, fleet)
+        own_s: Floats = np.multiply(table.own_tokens, fleet.prefill_s_per_token)
+        occupancy_s = table.demand_blocks * table.output_tokens * (fleet.token_s / loads.kv_total_blocks.mean())
+        work_s: Floats = table.shared_own_tokens() * fleet.prefill_s_per_token + occupancy_s
+        urgency = self._policy.urgency(now_s - table.arrived_at_s, own_s, work_s, fleet)
         is_parked = ~np.append(is_ready, True)[table.waits_for]
         self._has_unseen = len(table) - int(np.count_nonzero(is_parked)) > _LOOKED_AT
         may_reserve: Flags = np.ones(len(table), dtype=np.bool_)

@@ -324,11 +324,11 @@ class Policy(Protocol):
         """
         ...
 
-    def urgency(self, age_s: Floats, own_s: Floats, occupancy_s: Floats, fleet: FleetState) -> Floats:
+    def urgency(self, age_s: Floats, own_s: Floats, work_s: Floats, fleet: FleetState) -> Floats:
         """Which held requests are looked at first: the highest. Early-binding policies never hold and are not asked.
 
-        All held requests are given. `own_s` is the time to prefill what the best worker does not hold, positive, and
-        only each one's part of it where several of them have that in common;
-        `occupancy_s` is the time of its expected answer, times the share of a mean worker's blocks that it needs.
+        All held requests are given. `own_s` is the time to prefill what the best worker does not hold, positive;
+        `work_s` is what each takes up of a worker: its part of that, where several of them have it in common, and the
+        time of its expected answer, times the share of a mean worker's blocks that it needs.
         """
         ...

@@ -19,7 +19,7 @@ class EarlyBinding:
         """Always."""
         return np.ones(len(loads), dtype=np.bool_)
 
-    def urgency(self, age_s: Floats, own_s: Floats, occupancy_s: Floats, fleet: FleetState) -> Floats:
+    def urgency(self, age_s: Floats, own_s: Floats, work_s: Floats, fleet: FleetState) -> Floats:
         """First come, first served."""
         return age_s
 

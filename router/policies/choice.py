@@ -69,9 +69,9 @@ class CheckedPolicy:
         """That of the policy."""
         return self._policy.is_ready(loads, fleet, age_s)
 
-    def urgency(self, age_s: Floats, own_s: Floats, occupancy_s: Floats, fleet: FleetState) -> Floats:
+    def urgency(self, age_s: Floats, own_s: Floats, work_s: Floats, fleet: FleetState) -> Floats:
         """That of the policy."""
-        return self._policy.urgency(age_s, own_s, occupancy_s, fleet)
+        return self._policy.urgency(age_s, own_s, work_s, fleet)
 
     def _check(self, name: str, values: Any, shape: tuple[int, ...]) -> None:
         if values is not None and np.shape(values) != shape:

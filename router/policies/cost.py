@@ -106,7 +106,7 @@ class CostPolicy:
             return loads.blind_s + self._weights.patience * age_s
         return loads.blind_s
 
-    def urgency(self, age_s: Floats, own_s: Floats, occupancy_s: Floats, fleet: FleetState) -> Floats:
+    def urgency(self, age_s: Floats, own_s: Floats, work_s: Floats, fleet: FleetState) -> Floats:
         """The shortest first, by the time of a worker that each takes up; before them, the oldest of those that have
         waited for too long.
 
@@ -114,7 +114,6 @@ class CostPolicy:
         (Sidney, 1975). Besides its prefill a request takes up its share of a worker's blocks while its answer lasts: at
         most as long as it asks for, else as long as answers are. A bounded queue bounds every wait.
         """
-        work_s = own_s + occupancy_s
         drain_s = fleet.mean_own_s + work_s.sum() * fleet.num_routers / fleet.num_workers
         weights = self._weights
         longest_wait = weights.longest_wait if fleet.num_routers == 1 else weights.longest_wait_of_several

@@ -321,16 +321,15 @@ class TestCost:
             assert (ours.can_send == theirs.can_send).all()
             assert (ours.lacks_blocks == theirs.lacks_blocks).all()
             own_s = np.linspace(0.01, 1.0, 7)
-            occupancy_s = requests.demand_blocks / 800 * 2.0
-            urgency = policy.urgency(requests.age_s, own_s, occupancy_s, fleet)
-            scaled = policy.urgency(older.age_s, own_s * factor, occupancy_s * factor, slow)
+            work_s = own_s + requests.demand_blocks / 800 * 2.0
+            urgency = policy.urgency(requests.age_s, own_s, work_s, fleet)
+            scaled = policy.urgency(older.age_s, own_s * factor, work_s * factor, slow)
             assert urgency == pytest.approx(scaled)
 
     def test_who_takes_up_the_least_of_a_worker_goes_first(self) -> None:
-        # By own prefill and what the answer takes up: 0.2 + 0.2, 0.3 + 0.02, 0.01 + 1.0.
-        urgency = make_policy("cost").urgency(
-            np.zeros(3), np.array([0.2, 0.3, 0.01]), np.array([0.2, 0.02, 1.0]), FLEET
-        )
+        # Own prefill, and that with what the answer takes up.
+        own_s, work_s = np.array([0.2, 0.3, 0.01]), np.array([0.4, 0.32, 1.01])
+        urgency = make_policy("cost").urgency(np.zeros(3), own_s, work_s, FLEET)
         assert (-urgency).argsort().tolist() == [1, 0, 2]
 
     @pytest.mark.parametrize(
@@ -340,13 +339,13 @@ class TestCost:
     def test_who_has_waited_for_longer_than_all_that_is_held_takes_goes_first_the_oldest_before_all(
         self, num_routers: int, longest_wait: float
     ) -> None:
-        own_s, occupancy_s = np.array([0.01, 0.8, 0.8, 0.4]), np.zeros(4)
+        own_s = work_s = np.array([0.01, 0.8, 0.8, 0.4])
         policy, fleet = make_policy("cost"), replace(FLEET, num_workers=2, num_routers=num_routers)
         # All that is held keeps two workers busy for about a second for each router, and one mean request is added.
         limit_s = longest_wait * (num_routers * 2.01 / 2 + fleet.mean_own_s)
-        early = policy.urgency(np.array([0.0, 0.9, 0.0, 0.5]) * limit_s, own_s, occupancy_s, fleet)
+        early = policy.urgency(np.array([0.0, 0.9, 0.0, 0.5]) * limit_s, own_s, work_s, fleet)
         assert (-early).argsort(kind="stable").tolist() == [0, 3, 1, 2]
-        late = policy.urgency(np.array([0.0, 1.1, 1.2, 0.5]) * limit_s, own_s, occupancy_s, fleet)
+        late = policy.urgency(np.array([0.0, 1.1, 1.2, 0.5]) * limit_s, own_s, work_s, fleet)
         assert (-late).argsort().tolist() == [2, 1, 0, 3]
 
     def test_routers_keep_to_their_homes_among_busy_equals_and_leave_them_for_much_cheaper_workers(self) -> None:

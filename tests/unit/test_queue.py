@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from router.bench_rig import INSTANCE, SCHEME, STATUS, Rig, bench_rig
-from router.policies.base import Costs, FleetState, Loads, Requests
+from router.policies.base import Costs, FleetState, Floats, Loads, Requests
 from router.policies.cost import CostPolicy
 from router.queue import Placement
 from router.requests import GenerateRequest
@@ -28,6 +28,8 @@ class _Watched(CostPolicy):
     def __init__(self) -> None:
         super().__init__()
         self.num_weighed: list[int] = []
+        self.told_s: list[tuple[Floats, Floats]] = []
+        """Of each ordering: own prefill of all, and what they take up of a worker."""
         self.is_broken = False
 
     def costs(self, requests: Requests, loads: Loads, fleet: FleetState, rng: random.Random) -> Costs:
@@ -35,6 +37,10 @@ class _Watched(CostPolicy):
             raise ZeroDivisionError("a fault of the policy")
         self.num_weighed.append(len(requests))
         return super().costs(requests, loads, fleet, rng)
+
+    def urgency(self, age_s: Floats, own_s: Floats, work_s: Floats, fleet: FleetState) -> Floats:
+        self.told_s.append((own_s, work_s))
+        return super().urgency(age_s, own_s, work_s, fleet)
 
 
 def prompt(start: int, num_tokens: int) -> list[int]:
@@ -123,6 +129,20 @@ async def test_prompts_that_begin_alike_bear_what_they_share_together_and_go_bef
         await settle()
         assert [worker_of(asked) for asked in (alone, other)] == [None, W0]
         await stop(alone)
+
+
+async def test_policies_are_told_own_prefill_in_full_and_what_is_shared_in_part() -> None:
+    policy = _Watched()
+    async with bench_rig(1, 0, policy) as rig:
+        await opened(rig, BUSY)
+        alike = [ask(rig, f"alike-{number}", [*prompt(0, 4_500), number]) for number in range(2)]
+        await settle()
+        rig.clients[0].tell(replace(STATUS, num_running=255))
+        await settle()
+        own_s, work_s = policy.told_s[-1]
+        assert own_s.tolist() == [own_s[0]] * 2
+        assert (work_s < 0.6 * own_s).all()
+        await stop(*alike)
 
 
 async def test_prompts_that_begin_alike_share_nothing_where_their_beginning_is_held() -> None:

@@ -82,7 +82,7 @@ class DynamoPolicy:
         is_below = loads.queued_prefill_tokens <= threshold * np.maximum(1, loads.step_budget_tokens)
         return np.full(len(loads), is_below.any())
 
-    def urgency(self, age_s: Floats, own_s: Floats, occupancy_s: Floats, fleet: FleetState) -> Floats:
+    def urgency(self, age_s: Floats, own_s: Floats, work_s: Floats, fleet: FleetState) -> Floats:
         """As `queue_policy` says."""
         return age_s if self.queue_policy == "fcfs" else 1.0 / own_s
 
