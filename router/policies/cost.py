@@ -42,8 +42,6 @@ class CostWeights:
     """Of several routers, the one whose request has waited longer gets ahead by this share of its age."""
     longest_wait: float = 2.1
     """Short requests overtake others until these have waited so many times as long as all that is held takes."""
-    longest_wait_of_several: float = 1.0
-    """The same of several routers: none sees whom the requests of the others overtake."""
 
 
 class CostPolicy:
@@ -115,9 +113,7 @@ class CostPolicy:
         most as long as it asks for, else as long as answers are. A bounded queue bounds every wait.
         """
         drain_s = fleet.mean_own_s + work_s.sum() * fleet.num_routers / fleet.num_workers
-        weights = self._weights
-        longest_wait = weights.longest_wait if fleet.num_routers == 1 else weights.longest_wait_of_several
-        overdue = age_s / (longest_wait * drain_s)
+        overdue = age_s / (self._weights.longest_wait * drain_s)
         return np.where(overdue > 1.0, overdue, work_s.min() / work_s)
 
 

@@ -334,7 +334,7 @@ class TestCost:
 
     @pytest.mark.parametrize(
         ("num_routers", "longest_wait"),
-        [(1, CostWeights().longest_wait), (3, CostWeights().longest_wait_of_several)],
+        [(1, CostWeights().longest_wait), (3, CostWeights().longest_wait)],
     )
     def test_who_has_waited_for_longer_than_all_that_is_held_takes_goes_first_the_oldest_before_all(
         self, num_routers: int, longest_wait: float
