@@ -46,7 +46,6 @@ class Beginnings(Generic[Member]):
         self._free_numbers: list[int] = []
         self._num_members: Ints = np.ones(_FIRST_CAPACITY, dtype=np.int64)
         """By number. Nobody else has what has no number."""
-        self._num_numbers = 1
 
     def __len__(self) -> int:
         return len(self._key_to_beginning)
@@ -89,8 +88,8 @@ class Beginnings(Generic[Member]):
     def _take_number(self) -> int:
         if self._free_numbers:
             return self._free_numbers.pop()
-        number = self._num_numbers
-        self._num_numbers += 1
+        # All that have been given out are in use.
+        number = NOBODY_ELSE + 1 + len(self._key_to_beginning)
         if number == len(self._num_members):
             self._num_members = np.concatenate((self._num_members, np.ones_like(self._num_members)))
         return number

@@ -194,7 +194,7 @@ class Router:
                     deltas = self._submit(left, placement, trace, is_continued=is_continued)
                     async with aclosing(deltas):
                         async for delta in deltas if deadline_at_s is None else UntilDeadline(deltas, deadline_at_s):
-                            item = self._taken(left, placement, trace, delta, is_continued=is_continued)
+                            item = self._take(left, placement, trace, delta, is_continued=is_continued)
                             sent += item.token_ids
                             finish = item.finish
                             yield item
@@ -348,7 +348,7 @@ class Router:
         booking.movable = deltas
         return deltas
 
-    def _taken(
+    def _take(
         self, request: GenerateRequest, placement: Placement, trace: RequestTrace, delta: Delta, *, is_continued: bool
     ) -> Generated:
         """What a worker's delta gives its reader. Modifies what is known of the request."""

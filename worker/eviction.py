@@ -280,23 +280,19 @@ class FreeBlocks(Generic[Key]):
             key = block.key
             if key is None:
                 continue
+            num_evicted[block.block_class] += 1
             if block.copies is not None:
-                num_evicted[block.block_class] += 1
                 self._drop_key(block)
                 continue
             if block.block_class is _PRIVATE:
                 private.append((key, block.first_request))
             elif block.block_class is _SHARED:
                 shared.append((key, block.first_request))
-            else:
-                num_evicted[_LOW_PRIORITY] += 1
             del key_to_block[key]
             block.key = None
             block.block_class = _UNHASHED
             if gone is not None:
                 gone.append(key)
-        num_evicted[_PRIVATE] += len(private)
-        num_evicted[_SHARED] += len(shared)
         if self._adaptive is not None:
             # A block of low priority goes whatever the head start is: its loss teaches nothing.
             self._adaptive.remember(private=private, shared=shared)

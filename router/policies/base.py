@@ -235,6 +235,12 @@ class Costs:
         return best
 
 
+# As arrays: numpy takes longer over its own scalars.
+_FIRST_FACTOR, _SHIFT, _SECOND_FACTOR = (
+    np.array(number, dtype=np.uint64) for number in (0xBF58476D1CE4E5B9, 32, 0x94D049BB133111EB)
+)
+
+
 def rendezvous(hashes: Hashes, worker_hashes: Hashes) -> Hashes:
     """Weights of workers for a hash: highest-random-weight hashing (Thaler and Ravishankar, 1998), lowest first.
 
@@ -243,12 +249,6 @@ def rendezvous(hashes: Hashes, worker_hashes: Hashes) -> Hashes:
     """
     mixed = (hashes ^ worker_hashes) * _FIRST_FACTOR
     return (mixed ^ (mixed >> _SHIFT)) * _SECOND_FACTOR
-
-
-# As arrays: numpy takes longer over its own scalars.
-_FIRST_FACTOR, _SHIFT, _SECOND_FACTOR = (
-    np.array(number, dtype=np.uint64) for number in (0xBF58476D1CE4E5B9, 32, 0x94D049BB133111EB)
-)
 
 
 _ANY_TOKENS = 1 << 40

@@ -333,8 +333,7 @@ class Follower:
 
     def _wait_at(self, place: str, *, are_all_shown: bool) -> float:
         """Short while there are workers that will be read together with these, and wait for this read to end."""
-        loading = self._loading
-        is_awaited = not are_all_shown or (loading and any(self._feed.place(worker) == place for worker in loading))
+        is_awaited = not are_all_shown or any(self._feed.place(worker) == place for worker in self._loading)
         return min(self._wait_s, _WAIT_WHILE_LOADING_S) if is_awaited else self._wait_s
 
     async def _read(self, asked: Mapping[WorkerId, _Followed], wait_s: float) -> None:

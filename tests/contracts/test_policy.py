@@ -332,17 +332,14 @@ class TestCost:
         urgency = make_policy("cost").urgency(np.zeros(3), own_s, work_s, FLEET)
         assert (-urgency).argsort().tolist() == [1, 0, 2]
 
-    @pytest.mark.parametrize(
-        ("num_routers", "longest_wait"),
-        [(1, CostWeights().longest_wait), (3, CostWeights().longest_wait)],
-    )
+    @pytest.mark.parametrize("num_routers", [1, 3])
     def test_who_has_waited_for_longer_than_all_that_is_held_takes_goes_first_the_oldest_before_all(
-        self, num_routers: int, longest_wait: float
+        self, num_routers: int
     ) -> None:
         own_s = work_s = np.array([0.01, 0.8, 0.8, 0.4])
         policy, fleet = make_policy("cost"), replace(FLEET, num_workers=2, num_routers=num_routers)
         # All that is held keeps two workers busy for about a second for each router, and one mean request is added.
-        limit_s = longest_wait * (num_routers * 2.01 / 2 + fleet.mean_own_s)
+        limit_s = CostWeights().longest_wait * (num_routers * 2.01 / 2 + fleet.mean_own_s)
         early = policy.urgency(np.array([0.0, 0.9, 0.0, 0.5]) * limit_s, own_s, work_s, fleet)
         assert (-early).argsort(kind="stable").tolist() == [0, 3, 1, 2]
         late = policy.urgency(np.array([0.0, 1.1, 1.2, 0.5]) * limit_s, own_s, work_s, fleet)

@@ -223,13 +223,12 @@ class SimulatorEngine:
         return self._batch.num_prefilled_tokens
 
     def stats(self) -> EngineStats:
-        num_free = self._pool.num_free
         return EngineStats(
             num_running=self._batch.num_running,
             num_waiting=self._batch.num_waiting + len(self._arriving),
-            kv_used_blocks=self._options.num_blocks - sum(num_free),
+            kv_used_blocks=self._pool.num_used_blocks,
             step_fit=self._fit,
-            pool=PoolUse.of(self._pool.num_pinned_blocks, num_free),
+            pool=PoolUse.of(self._pool.num_pinned_blocks, self._pool.num_free),
         )
 
     async def resident(self) -> set[BlockKey]:
