@@ -19,13 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
-from router.generated import generated_lines
 from router.policies import make_policy
 from router.replay import Simulate, saturated_rate_per_s
 from router.replay_report import PolicyReport, report
 from router.simulation import Arrival, FleetSpec, simulate
 from router.tables import table
-from router.traces import parse_trace, read_trace
 from router.workload import Workload, arrival_times_s, select
 from shared.hashing import pack_tokens
 from tests.bench.bench_routing import _listed, _say
@@ -37,6 +35,7 @@ from tests.support.routing_runs import (
     PROFILE,
     SLO,
     WORKLOADS,
+    trace_requests,
 )
 from tests.support.traces import TRACE_DIR_VARIABLES, trace_path
 
@@ -236,10 +235,8 @@ def main(arguments: Sequence[str] | None = None, run: Simulate = simulate) -> in
     if name == MOONCAKE and not trace_path().is_file():
         _say(f"{trace_path()} is missing; {TRACE_DIR_VARIABLES[0]} names its folder. Made-up chats take its place")
         name = "conversations"
-    is_made_up = name != MOONCAKE
-    trace = parse_trace(generated_lines(name, given.seed), name) if is_made_up else read_trace(trace_path())
     requests = select(
-        trace,
+        trace_requests(name, given.seed),
         name,
         num_blocks=given.blocks,
         block_size_tokens=BLOCK_SIZE_TOKENS,

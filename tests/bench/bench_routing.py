@@ -8,7 +8,8 @@ arrivals over what round robin serves when saturated. Several routers see the fl
 16,384 tokens. A seed draws where within its tick of 3 s a request of Mooncake's trace arrives and all that policies
 draw; of a made-up trace it draws the trace as well. All policies get the same arrivals and the same eviction rule.
 
-No policy knows how long an answer will be: requests of these traces do not say what they asked for.
+No policy knows how long an answer will be: requests of these traces do not say what they asked for. Those of
+`mooncake_saying_lengths` do, by a `max_tokens` of just the answer's length, which is the most that could be known.
 
 Without `--proof` a short part runs, with peers as they come. Runs that stand in `--results` are not run again; those of
 other code are told of, and stay until the file is removed. All figures are simulated, the same on every machine.

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import blake2b
 from itertools import product
@@ -26,7 +26,9 @@ from router.workload import Workload, arrival_times_s, select
 from tests.support.traces import trace_path
 
 MOONCAKE = "mooncake"
-WORKLOADS = (MOONCAKE, *GENERATORS)
+MOONCAKE_SAYING_LENGTHS = "mooncake_saying_lengths"
+"""The same requests, each asking for no more tokens than its answer has."""
+WORKLOADS = (MOONCAKE, MOONCAKE_SAYING_LENGTHS, *GENERATORS)
 NUM_WORKERS = 16
 PROFILE = "13b-a100"
 BLOCK_SIZE_TOKENS = 64
@@ -78,7 +80,7 @@ class Cell:
     """A situation that policies are compared in."""
 
     workload: str
-    """`mooncake`, or the name of a made-up trace."""
+    """A name of `WORKLOADS`."""
     num_blocks: int
     num_routers: int
     load: float
@@ -176,7 +178,7 @@ def run_one(run: Run, saturated_per_s: float | None) -> Figures:
         seed=run.seed,
     )
     # A made-up trace is the seed's own.
-    window = (run.workload, run.half, run.num_requests, 0 if run.workload == MOONCAKE else run.seed, run.num_blocks)
+    window = (run.workload, run.half, run.num_requests, run.seed if run.workload in GENERATORS else 0, run.num_blocks)
     requests = _requests(*window)
     if saturated_per_s is None or run.load is None:
         return {"saturated_rate_per_s": saturated_rate_per_s(spec, requests)}
@@ -219,12 +221,20 @@ def _executed(
             pool.shutdown(cancel_futures=True)
 
 
+def trace_requests(workload: str, seed: int) -> Iterator[TraceRequest]:
+    """All requests of a workload; the seed draws those of a made-up one."""
+    if workload in GENERATORS:
+        return parse_trace(generated_lines(workload, seed), workload)
+    trace = read_trace(trace_path())
+    if workload == MOONCAKE_SAYING_LENGTHS:
+        return (replace(request, max_tokens=request.num_output_tokens) for request in trace)
+    return trace
+
+
 @cache
 def _requests(workload: str, half: str, num_requests: int, seed: int, num_blocks: int) -> list[TraceRequest]:
-    is_made_up = workload != MOONCAKE
-    trace = parse_trace(generated_lines(workload, seed), workload) if is_made_up else read_trace(trace_path())
     return select(
-        trace,
+        trace_requests(workload, seed),
         workload,
         num_blocks=num_blocks,
         block_size_tokens=BLOCK_SIZE_TOKENS,

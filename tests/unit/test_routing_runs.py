@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.bench.bench_routing import Comparison, compare, rows_text
 from tests.support import routing_runs
-from tests.support.routing_runs import PEERS, Cell, Figures, Results, Run, grid, run_all, saturation
+from tests.support.routing_runs import (
+    MOONCAKE,
+    MOONCAKE_SAYING_LENGTHS,
+    PEERS,
+    Cell,
+    Figures,
+    Results,
+    Run,
+    grid,
+    run_all,
+    saturation,
+    trace_requests,
+)
+from tests.support.traces import TRACE_DIR_VARIABLES, TRACE_NAME, lines, mooncake
 
 CELL = Cell("flood", 860, 1, 0.7)
 BEST = "llm_d:prefix_weight=8"
@@ -132,3 +146,14 @@ def test_without_a_file_runs_are_kept_in_memory():
     results, run = Results(None), Run("flood", 860, 1, 1.3, "measure", 5, 2, "cost")
     results.add(run, figures(run))
     assert (run in results, results.num_outdated) == (True, 0)
+
+
+def test_requests_say_the_lengths_of_their_answers_in_one_workload_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / TRACE_NAME).write_bytes(b"".join(lines(mooncake(output_length=8), mooncake(3000, output_length=5))))
+    monkeypatch.setenv(TRACE_DIR_VARIABLES[0], str(tmp_path))
+    silent, saying = (list(trace_requests(name, seed=0)) for name in (MOONCAKE, MOONCAKE_SAYING_LENGTHS))
+    assert [request.max_tokens for request in silent] == [None, None]
+    assert [request.max_tokens for request in saying] == [8, 5]
+    assert [replace(request, max_tokens=None) for request in saying] == silent
