@@ -230,7 +230,7 @@ class Rig:
                 listener = bind("127.0.0.1", 0)
                 self.port = listener.getsockname()[1]
                 async with serving_http(front, [listener], front.limits), serving_floor() as self.floor_port:
-                    set_apart_what_stays()
+                    await set_apart_what_stays()
                     yield self
         finally:
             if workers.stdin is not None:
