@@ -1,7 +1,8 @@
 """Measures what the HTTP service costs: a router with its front in this process, workers and clients in others.
 
 Counted is all processor time of this process, threads included: from a request's first byte to its answer's last one,
-with parsing, tokenising, hashing, routing, the connection to the workers and detokenising.
+with parsing, tokenising, hashing, routing, the connection to the workers and detokenising. How many times
+that is of what a server takes that only reads and answers the same, measured in turn, depends on the machine far less.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from router.http import Backend, Front
+from router.http_floor import serving_floor
 from router.http_server import bind, serving_http
 from router.keys import KeyRing
 from router.policies import make_policy
@@ -137,7 +139,7 @@ async def measure(
 async def _measure_requests(
     rig: Rig, kind: str, rng: random.Random, num_requests: int, num_rounds: int
 ) -> dict[str, float]:
-    rounds = []
+    rounds, floors = [], []
     conversations = _conversations(rng) if kind == "long" else [[]]
     if kind == "long":
         await rig.hold(conversations)
@@ -149,11 +151,16 @@ async def _measure_requests(
             for index in range(size)
         ]
         done = await rig.load(bodies, _NUM_CLIENTS)
+        floor = await rig.load(bodies, _NUM_CLIENTS, port=rig.floor_port)
         if number:
             rounds.append(done)
+            floors.append(floor)
+    cpu_s, floor_cpu_s = (min(done.cpu_s for done in loads) for loads in (rounds, floors))
     return {
         f"rps_{kind}": median(num_requests / done.wall_s for done in rounds),
-        f"cpu_s_per_1000_{kind}": 1e3 * min(done.cpu_s for done in rounds) / num_requests,
+        f"floor_cpu_s_per_1000_{kind}": 1e3 * floor_cpu_s / num_requests,
+        f"{kind}_over_floor": cpu_s / floor_cpu_s,
+        f"cpu_s_per_1000_{kind}": 1e3 * cpu_s / num_requests,
         f"cpu_s_per_1000_{kind}_max": 1e3 * max(done.cpu_s for done in rounds) / num_requests,
         f"prompt_tokens_{kind}": rounds[-1].num_prompt_tokens / num_requests,
     }
@@ -204,7 +211,7 @@ class Rig:
         self._scheme = CacheScheme(MODEL, 64)
         self._directory = MemoryDirectory(self._scheme, asyncio.get_running_loop().time)
         self._num_batches = 0
-        self.port = 0
+        self.port = self.floor_port = 0
 
     @contextlib.asynccontextmanager
     async def running(self, *, step_s: float, engine: str = "instant") -> AsyncIterator[Rig]:
@@ -222,8 +229,8 @@ class Rig:
                 self.router, self.front = router, front
                 listener = bind("127.0.0.1", 0)
                 self.port = listener.getsockname()[1]
-                async with serving_http(front, [listener], front.limits):
-                    set_apart_what_stays()
+                async with serving_http(front, [listener], front.limits), serving_floor() as self.floor_port:
+                    await set_apart_what_stays()
                     yield self
         finally:
             if workers.stdin is not None:
@@ -239,13 +246,16 @@ class Rig:
             holder = Holder(worker, Epoch(INSTANCE))
             await self._directory.apply(EventBatch(holder, 1 + number // _NUM_WORKERS, tuple(keys), ()))
 
-    async def load(self, bodies: Sequence[bytes], num_clients: int) -> _Done:
-        """Have all bodies answered. Raises `AssertionError` where one was not."""
+    async def load(self, bodies: Sequence[bytes], num_clients: int, *, port: int | None = None) -> _Done:
+        """Have all bodies answered, by the router's front unless another port is named.
+
+        Raises `AssertionError` where one was not.
+        """
         path = self._folder / "bodies"
         path.write_bytes(b"\n".join(bodies))
         pipe = asyncio.subprocess.PIPE
         clients = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router.http_load", str(self.port), str(path), str(num_clients)),
+            *(sys.executable, "-m", "router.http_load", str(port or self.port), str(path), str(num_clients)),
             stdin=pipe,
             stdout=pipe,
             limit=64 << 20,

@@ -12,7 +12,7 @@ import functools
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import uvicorn
@@ -27,6 +27,16 @@ logger = logging.getLogger(__name__)
 _MOST_JOINED_BYTES = 64 << 10
 _LAST_WORDS_S = 1
 """How long connections may take to end once nothing is under way any more."""
+UVICORN_OPTIONS: Mapping[str, Any] = {
+    "ws": "none",
+    "lifespan": "off",
+    "log_config": None,
+    "log_level": "error",
+    "access_log": False,
+    "proxy_headers": False,
+    "server_header": False,
+}
+"""What uvicorn is to leave out."""
 
 
 class Endable(Protocol):
@@ -90,15 +100,9 @@ async def serving_http(app: Endable, sockets: Sequence[socket.socket], limits: L
     config = uvicorn.Config(
         app,
         http=functools.partial(_Connection, limits=limits),  # type: ignore[arg-type]
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
         timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=_LAST_WORDS_S,
+        **UVICORN_OPTIONS,
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(list(sockets)), name="http-server")

@@ -24,6 +24,7 @@ from router.http import Backend, Front
 from router.http_call import App, Limits
 from router.http_files import FilesApi
 from router.http_server import bind, is_loopback, serving_http
+from router.huge_pages import gather_in_huge_pages
 from router.keys import KeyEntry, KeyRing, read_key_file
 from router.planned_run import view_of
 from router.request_log import check_request_log, log_of_process
@@ -74,7 +75,7 @@ async def run_serve(
             siblings = await stack.enter_async_context(Siblings(orders, settings.drain_timeout_s, say))
         front = make_front(serving, entries, files=files, place=place)
         await stack.enter_async_context(make_batch_service(serving, entries, files))
-        set_apart_what_stays()
+        await set_apart_what_stays()
         banner = _banner(serving, entries, port, num_routers)
         return await _serve_until_told(front, listener, siblings, settings.drain_timeout_s, say, banner)
 
@@ -182,13 +183,16 @@ def _key_ring(settings: Settings, entries: Sequence[KeyEntry], num_shares: int) 
     return KeyRing.of_one(settings.api_key.get_secret_value(), clock)
 
 
-def set_apart_what_stays() -> None:
+async def set_apart_what_stays() -> None:
     """Have the collector of garbage leave alone what is there from the start on: it is much, and lives to the end.
 
-    It also looks less often for cycles among the rest, which requests hardly leave.
+    It lies in huge pages from then on. The collector also looks less often for cycles among the rest, which requests
+    hardly leave.
     """
     gc.collect()
     gc.freeze()
+    # In a thread, so that workers are heard meanwhile.
+    await asyncio.to_thread(gather_in_huge_pages)
     gc.set_threshold(_ALLOCATIONS_PER_COLLECTION)
 
 

@@ -45,7 +45,7 @@ async def serve(order: dict[str, Any]) -> None:
                 telling_siblings(own, words_of(serving)),
                 serving_http(front, [shared], front.limits),
             ):
-                set_apart_what_stays()
+                await set_apart_what_stays()
                 sys.stdout.write("ready\n")
                 sys.stdout.flush()
                 beating = asyncio.create_task(_beat())

@@ -57,7 +57,7 @@ CONFINED = {
     "rich": ("router/top.py", "router/top_command.py"),
     "matplotlib": ("router/replay_plot.py",),
     "starlette": ("router/dashboard.py",),
-    "uvicorn": ("router/http_server.py",),
+    "uvicorn": ("router/http_server.py", "router/http_floor.py"),
     "uvloop": ("router/commands.py", "router/serve_child.py"),
 }
 

@@ -66,15 +66,20 @@ async def test_http_gives_every_figure_with_its_spread(monkeypatch: pytest.Monke
     monkeypatch.setattr(http_bench, "prepare_model", lambda name, folder: write_model_folder(tmp_path / "model"))
     said: list[str] = []
     figures = await http_bench.measure(said.append, num_requests=8, num_rounds=1, num_stream_tokens=4, num_streams=2)
-    names = {f"{name}_{kind}" for kind in ("short", "long") for name in ("rps", "cpu_s_per_1000", "prompt_tokens")}
+    of_each_kind = ("rps", "cpu_s_per_1000", "floor_cpu_s_per_1000", "prompt_tokens")
+    names = {f"{name}_{kind}" for kind in ("short", "long") for name in of_each_kind}
     assert set(figures) == {
         *("seed", "num_requests", "num_streams", "added_latency_ms_p50", *names),
         *(f"cpu_s_per_1000_{kind}_max" for kind in ("short", "long")),
+        *(f"{kind}_over_floor" for kind in ("short", "long")),
         *("stream_tokens_per_s_per_core", "stream_tokens_per_s_per_core_min"),
     }
     assert (figures["seed"], figures["num_requests"], figures["num_streams"]) == (0, 8, 2)
     assert all(figures[name] > 0 for name in figures if name != "seed")
     assert figures["prompt_tokens_long"] > figures["prompt_tokens_short"]
+    for kind in ("short", "long"):
+        ratio = figures[f"cpu_s_per_1000_{kind}"] / figures[f"floor_cpu_s_per_1000_{kind}"]
+        assert figures[f"{kind}_over_floor"] == pytest.approx(ratio)
     assert len(said) == 4
 
 
