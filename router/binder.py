@@ -154,7 +154,6 @@ class Binder:
 
         `loads` are those of this moment, where they have been taken already.
         """
-        self._weighed_at_s = self._clock()
         try:
             self._hints.expire()
             if newcomer is None:
@@ -167,6 +166,7 @@ class Binder:
                     self._is_loading_ahead = False
                     self._fleet.loads()
                 return
+            self._weighed_at_s = self._clock()
             if loads is None:
                 loads = self._fleet.loads()
                 self._sync_workers(loads)

@@ -148,15 +148,19 @@ class Fleet:
 
         Modifies no more than the columns that are due.
         """
+        now_s = self._clock()
+        for worker in self._unwritten:
+            member = self._members[worker]
+            self._is_roll_due |= self._state(member, now_s) != member.state
         if self._is_roll_due:
             self._call_roll()
         for worker in self._unwritten:
             member = self._members[worker]
             if member.column is not None:
-                column = column_of(member.record.info, member.client, member.claims, member.last_booking, self._clock())
+                column = column_of(member.record.info, member.client, member.claims, member.last_booking, now_s)
                 self._table.write(member.column, column, self._num_booked)
         self._unwritten.clear()
-        return self._table.snapshot(self._clock())
+        return self._table.snapshot(now_s)
 
     def book(self, worker: WorkerId, request: RequestId, *, uncached_tokens: int, demand_blocks: int) -> Booking:
         """Claim a place on a worker. Modifies; every booking must be released."""
@@ -213,7 +217,7 @@ class Fleet:
         )
 
     def _take_news(self, worker: WorkerId) -> None:
-        """A worker's connection tells of a change."""
+        """A worker's connection tells of a change. Whether it may still be sent to is looked at with the next loads."""
         member = self._members.get(worker)
         if member is not None:
             self._unwritten.add(worker)
@@ -222,7 +226,6 @@ class Fleet:
             elif member.is_silent and member.client.is_connected:
                 member.is_silent = False
                 logger.warning("worker %s speaks again", worker)
-            self._check_state(member)
         self._on_change()
 
     def _note_silence(self, member: Membership) -> None:
@@ -235,9 +238,6 @@ class Fleet:
             num_moved = member.claims.give_up(WorkerSilent(f"worker {worker} has fallen silent"))
             if num_moved:
                 logger.warning("worker %s is silent still: %s requests of it go elsewhere", worker, num_moved)
-
-    def _check_state(self, member: Membership) -> None:
-        self._is_roll_due |= self._state(member, self._clock()) != member.state
 
     def rest(self, worker: WorkerId, retry_after_s: float | None) -> None:
         """Pass over a worker that answered busy, for a short while. Modifies."""
@@ -307,17 +307,15 @@ class Fleet:
             for worker, record in sorted(records.items())
             if worker not in self._members and self._suspicion.may_try(record.info.instance)
         ]
-        await asyncio.gather(*(self._join(record) for record in joining))
+        if joining:
+            await asyncio.gather(*(self._join(record) for record in joining))
+        now_s = self._clock()
         for member in self._members.values():
             self._check_awareness(member)
-            self._check_state(member)
             instance = member.client.instance
-            if (
-                self._suspicion.is_open(instance)
-                and self._suspicion.may_try(instance)
-                and member.client.is_connected
-                and not member.probe
-            ):
+            is_suspected = self._suspicion.is_open(instance)
+            self._is_roll_due |= member.state_at(now_s, is_suspected=is_suspected) != member.state
+            if is_suspected and self._suspicion.may_try(instance) and member.client.is_connected and not member.probe:
                 member.probe = asyncio.create_task(self._probe(member), name=f"probe-{member.record.info.worker}")
 
     async def _take_place(self, names: Sequence[WorkerId]) -> None:

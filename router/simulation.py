@@ -161,6 +161,8 @@ class Simulation:
     request_to_output_tokens: dict[RequestId, int] = field(default_factory=dict)
     """Lengths of the answers under way."""
     most_held: int = 0
+    _watch: asyncio.TimerHandle = field(init=False)
+    """Of the next look at what is held."""
     began_at_s: float = 0.0
 
     @contextlib.asynccontextmanager
@@ -193,7 +195,7 @@ class Simulation:
         await asyncio.sleep(began_at_s - clock())
         self.began_at_s = began_at_s
         first = random.Random(f"{spec.seed}:routers").randrange(spec.num_routers)
-        watch = asyncio.create_task(self._watch_held(), name="simulation-held")
+        self._watch_held()
         try:
             async with asyncio.TaskGroup() as group:
                 for index, arrival in enumerate(arrivals):
@@ -202,7 +204,7 @@ class Simulation:
                         await asyncio.sleep(delay_s)
                     group.create_task(self.carry(index, arrival, (first + index) % spec.num_routers))
         finally:
-            watch.cancel()
+            self._watch.cancel()
         return self.result(clock() - began_at_s)
 
     async def carry(self, index: int, arrival: Arrival, number: int, worker: WorkerId | None = None) -> None:
@@ -244,10 +246,9 @@ class Simulation:
     def _since_begin(self, at_s: float | None) -> float | None:
         return None if at_s is None else at_s - self.began_at_s
 
-    async def _watch_held(self) -> None:
-        while True:
-            self.most_held = max(self.most_held, sum(len(router.queue) for router in self.routers))
-            await asyncio.sleep(self.spec.status_interval_s)
+    def _watch_held(self) -> None:
+        self.most_held = max(self.most_held, sum(len(router.queue) for router in self.routers))
+        self._watch = asyncio.get_running_loop().call_later(self.spec.status_interval_s, self._watch_held)
 
     def result(self, makespan_s: float) -> FleetResult:
         """What has come of it, in order of numbers."""

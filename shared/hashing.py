@@ -75,8 +75,10 @@ def block_keys(packed_tokens: bytes, block_size_tokens: int, root: BlockKey) -> 
     stride = block_size_tokens * TOKEN_SIZE_BYTES
     keys: list[bytes] = []
     parent: bytes = root
-    for end in range(stride, len(packed_tokens) + 1, stride):
-        parent = xxh3_128_digest(parent + packed_tokens[end - stride : end])
+    full_blocks = memoryview(packed_tokens)[: len(packed_tokens) // stride * stride]
+    # Cutting the blocks out one by one would take a fifth of the time.
+    for (block,) in struct.iter_unpack(f"{stride}s", full_blocks):
+        parent = xxh3_128_digest(parent + block)
         keys.append(parent)
     return cast(list[BlockKey], keys)
 

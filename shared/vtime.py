@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import heapq
+import math
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context, copy_context
@@ -132,23 +133,21 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def _jump(self) -> bool:
         """Move the clock to the next timer and have all fire that are due by then; false if there is none."""
-        timers = self._timers
-        while timers and timers[0][2]._cancelled:
-            heapq.heappop(timers)
-            self._num_cancelled -= 1
-        if not timers:
-            return False
-        # A real clock never stands still: rounding must not leave a deadline a hair ahead of a clock that waits for it.
-        self._now_s = max(self._now_s + _TICK_S, timers[0][0])
-        due_s = self._now_s + _TICK_S
+        timers, has_jumped, due_s = self._timers, False, math.inf
         while timers and timers[0][0] < due_s:
-            timer = heapq.heappop(timers)[2]
+            when_s, _, timer = heapq.heappop(timers)
             timer._scheduled = False
             if timer._cancelled:
                 self._num_cancelled -= 1
-            else:
-                self._ready.append(timer)  # type: ignore[attr-defined]
-        return True
+                continue
+            if not has_jumped:
+                has_jumped = True
+                # A real clock never stands still: rounding must not leave a deadline a hair ahead of a clock that waits
+                # for it.
+                self._now_s = max(self._now_s + _TICK_S, when_s)
+                due_s = self._now_s + _TICK_S
+            self._ready.append(timer)  # type: ignore[attr-defined]
+        return has_jumped
 
 
 def run_virtual(scenario: Coroutine[Any, Any, Result]) -> Result:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shared.types import BlockKey
@@ -59,30 +59,34 @@ class ResidentChanges:
     A key that came and went, or went and came back, in between is no change.
     """
 
-    __slots__ = ("_key_to_is_stored",)
+    __slots__ = ("_removed", "_stored")
 
     def __init__(self) -> None:
-        self._key_to_is_stored: dict[BlockKey, bool] = {}
+        # Ordered sets: all values are false.
+        self._stored: dict[BlockKey, bool] = {}
+        self._removed: dict[BlockKey, bool] = {}
 
-    def note_stored(self, keys: Iterable[BlockKey]) -> None:
+    def note_stored(self, keys: Collection[BlockKey]) -> None:
         """Keys that could not be found can be."""
-        states = self._key_to_is_stored
-        for key in keys:
-            if states.pop(key, None) is None:
-                states[key] = True
+        _note(keys, self._stored, self._removed)
 
-    def note_removed(self, keys: Iterable[BlockKey]) -> None:
+    def note_removed(self, keys: Collection[BlockKey]) -> None:
         """Keys that could be found cannot any more."""
-        states = self._key_to_is_stored
-        for key in keys:
-            if states.pop(key, None) is None:
-                states[key] = False
+        _note(keys, self._removed, self._stored)
 
     def take(self) -> tuple[tuple[BlockKey, ...], tuple[BlockKey, ...]]:
         """Keys stored and keys removed. Modifies: what was told is told."""
-        states, self._key_to_is_stored = self._key_to_is_stored, {}
-        stored = tuple([key for key, is_stored in states.items() if is_stored])
-        return stored, tuple([key for key, is_stored in states.items() if not is_stored])
+        told = tuple(self._stored), tuple(self._removed)
+        self._stored.clear()
+        self._removed.clear()
+        return told
+
+
+def _note(keys: Collection[BlockKey], changed: dict[BlockKey, bool], undone: dict[BlockKey, bool]) -> None:
+    """Count keys as changed, but for those whose change the other way this takes back."""
+    if not undone.keys().isdisjoint(keys):
+        keys = [key for key in keys if undone.pop(key, True)]
+    changed.update(dict.fromkeys(keys, False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,9 @@ class Reply(StrEnum):
     GAP = "GAP"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerRecord:
-    """One live worker as the store knows it."""
+    """One live worker as the store knows it. Nobody modifies one; freezing would triple the time of making it."""
 
     info: WorkerInfo
     epoch: Epoch

@@ -44,9 +44,9 @@ class Position:
     last_entry: EntryId
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
-    """One entry of a stream. Sequence number 0 tells that everything before it is void."""
+    """One entry of a stream. Sequence number 0 tells that everything before it is void. Nobody modifies one."""
 
     entry: EntryId
     batch: EventBatch | None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shared.directory.feed import Entry, EntryId, Feed, Lease
 from shared.directory.mirror import Copy, Keys, Mirror, in_parts
 from shared.errors import DirectoryUnavailable
-from shared.types import Epoch, WorkerId
+from shared.types import Epoch, EventBatch, WorkerId
 
 logger = logging.getLogger(__name__)
 
@@ -340,11 +340,13 @@ class Follower:
         """Read once and take in what is new. A worker is shown only once it is among those that are read."""
         news = await self._feed.read({worker: followed.entry for worker, followed in asked.items()}, wait_s)
         for worker, entries in news.items():
+            followed = asked[worker]
             for entry in entries:
-                # Meanwhile it may have been forgotten or loaded again.
-                if self._worker_to_followed.get(worker) is not asked[worker]:
+                batch = self._next_batch(worker, followed, entry)
+                if batch is None:
                     break
-                await self._take(worker, asked[worker], entry)
+                await self._apply(followed.copy, batch.stored, batch.removed)
+                followed.seq, followed.entry = batch.seq, entry.entry
         for worker, followed in asked.items():
             followed.num_reads += 1
             if followed.is_shown or self._worker_to_followed.get(worker) is not followed:
@@ -357,16 +359,18 @@ class Follower:
                 self._reload(worker, _OVERTAKEN)
         self.moved.set()
 
-    async def _take(self, worker: WorkerId, followed: _Followed, entry: Entry) -> None:
+    def _next_batch(self, worker: WorkerId, followed: _Followed, entry: Entry) -> EventBatch | None:
+        """The batch of an entry, if it is to be taken in; a worker whose entry does not fit is loaded again."""
+        if self._worker_to_followed.get(worker) is not followed:
+            return None  # it has been forgotten or loaded again meanwhile
         batch = entry.batch
         if batch is None:
             self._reload(worker, "an entry of its stream is malformed")
-            return
+            return None
         if batch.holder.epoch != followed.epoch or batch.seq != followed.seq + 1:
             self._reload(worker, _NEW_EPOCH if batch.holder.epoch != followed.epoch else _OVERTAKEN)
-            return
-        await self._apply(followed.copy, batch.stored, batch.removed)
-        followed.seq, followed.entry = batch.seq, entry.entry
+            return None
+        return batch
 
     async def _apply(self, copy: Copy, stored: Keys = (), removed: Keys = ()) -> None:
         """Take changes in, with a turn for others now and then."""

@@ -80,6 +80,7 @@ class MemoryDirectory:
         entry.seq = batch.seq
         entry.resident.update(batch.stored)
         entry.resident.difference_update(batch.removed)
+        self._applied(batch)
         return Reply.OK
 
     async def stage(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, keys: Sequence[BlockKey]) -> Reply:
@@ -144,8 +145,12 @@ class MemoryDirectory:
         return found
 
     async def workers(self) -> list[WorkerRecord]:
-        live = [entry for worker in sorted(self._entry_of) if (entry := self._live(worker)) is not None]
-        return [WorkerRecord(entry.info, entry.epoch, entry.seq, entry.is_draining) for entry in live]
+        now_s = self._clock()
+        self._entry_of = {worker: entry for worker, entry in self._entry_of.items() if entry.expires_at_s > now_s}
+        return [
+            WorkerRecord(entry.info, entry.epoch, entry.seq, entry.is_draining)
+            for _, entry in sorted(self._entry_of.items())
+        ]
 
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
         entry = self._live(worker)
@@ -156,6 +161,9 @@ class MemoryDirectory:
 
     async def close(self) -> None:
         """Nothing to release; what the directory holds stays."""
+
+    def _applied(self, batch: EventBatch) -> None:
+        """A batch has taken effect: for whoever keeps streams."""
 
     def _live(self, worker: WorkerId) -> _Entry | None:
         """The worker's entry; an expired one is dropped."""

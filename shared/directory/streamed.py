@@ -17,9 +17,9 @@ _SLACK_S = 1e-9
 """What is due this soon is due now: sums of times are not exact."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StreamEntry:
-    """One entry as the store keeps it."""
+    """One entry as the store keeps it. Nobody modifies one."""
 
     number: int
     batch: EventBatch
@@ -45,15 +45,7 @@ class StreamedDirectory(MemoryDirectory):
         self.lease(info.worker)  # what has expired takes its stream along
         reply = await super().register(info, epoch, lease_s)
         if reply is Reply.OK:
-            self._append(EventBatch(Holder(info.worker, epoch), 0, (), ()))
-        return reply
-
-    async def apply(self, batch: EventBatch) -> Reply:
-        entry = self._live(batch.holder.worker)
-        seq_before = entry.seq if entry is not None else 0
-        reply = await super().apply(batch)
-        if entry is not None and entry.seq > seq_before:
-            self._append(batch)
+            self._applied(EventBatch(Holder(info.worker, epoch), 0, (), ()))
         return reply
 
     async def commit(self, worker: WorkerId, epoch: Epoch, snapshot: Epoch, num_keys: int) -> Reply:
@@ -61,7 +53,7 @@ class StreamedDirectory(MemoryDirectory):
         epoch_before = entry.epoch if entry is not None else None
         reply = await super().commit(worker, epoch, snapshot, num_keys)
         if entry is not None and entry.epoch != epoch_before:
-            self._append(EventBatch(Holder(worker, entry.epoch), 0, (), ()))
+            self._applied(EventBatch(Holder(worker, entry.epoch), 0, (), ()))
         return reply
 
     async def forget(self, worker: WorkerId, instance: Instance) -> Reply:
@@ -102,7 +94,7 @@ class StreamedDirectory(MemoryDirectory):
             for waiters in lists:
                 waiters.remove(waiting)
 
-    def _append(self, batch: EventBatch) -> None:
+    def _applied(self, batch: EventBatch) -> None:
         self._num_entries += 1
         worker = batch.holder.worker
         stream = self.worker_to_stream.get(worker)
@@ -151,18 +143,19 @@ class StreamedFeed:
         clock = asyncio.get_running_loop().time
         until_s = clock() + wait_s
         while True:
+            now_s = clock()
             news: dict[WorkerId, Sequence[Entry]] = {}
             next_due_s = until_s
             for worker, last in worker_to_entry.items():
-                ready, due_s = self._read_one(worker, int(last), clock())
+                ready, due_s = self._read_one(worker, int(last), now_s)
                 if ready:
                     news[worker] = ready
                 elif due_s is not None:
                     next_due_s = min(next_due_s, due_s)
-            if news or clock() + _SLACK_S >= until_s:
+            if news or now_s + _SLACK_S >= until_s:
                 return news
             if next_due_s < until_s:
-                await asyncio.sleep(next_due_s - clock())
+                await asyncio.sleep(next_due_s - now_s)
             else:
                 await self._store.written(worker_to_entry, until_s, lag_s=self._lag_s)
 
@@ -171,16 +164,16 @@ class StreamedFeed:
         stream = self._store.worker_to_stream.get(worker)
         if not stream or stream[-1].number <= last:
             return [], None
-        later: list[StreamEntry] = []
+        newest_s = now_s - self._lag_s + _SLACK_S
+        ready: list[Entry] = []
         for entry in reversed(stream):
             if entry.number <= last:
                 break
-            later.append(entry)
-        newest_s = now_s - self._lag_s + _SLACK_S
-        ready = [entry for entry in reversed(later) if entry.written_at_s <= newest_s]
-        if ready:
-            return [Entry(EntryId(str(entry.number)), entry.batch) for entry in ready], None
-        return [], later[-1].written_at_s + self._lag_s
+            oldest_s = entry.written_at_s
+            if oldest_s <= newest_s:
+                ready.append(Entry(EntryId(str(entry.number)), entry.batch))
+        ready.reverse()
+        return ready, None if ready else oldest_s + self._lag_s
 
     async def close(self) -> None:
         """Nothing to take away."""

@@ -213,7 +213,7 @@ def test_what_does_not_fit_has_that_worker_loaded_again_and_no_other(cause: str)
                 del store.worker_to_stream[W1][-3]
                 expected[W1] = 8
             elif cause == "other epoch":
-                store._append(batch("w1", E3, 2, [5]))
+                store._applied(batch("w1", E3, 2, [5]))
             elif cause == "snapshot":
                 await store.stage(W1, E1, E2, keys(range(2)))
                 await store.commit(W1, E1, E2, 2)
@@ -222,7 +222,7 @@ def test_what_does_not_fit_has_that_worker_loaded_again_and_no_other(cause: str)
                 await store.register(worker_info("w1"), E2, LONG_LEASE_S)
                 del expected[W1]
             else:
-                store._append(batch("w1", E1, 1, range(5, 8)))
+                store._applied(batch("w1", E1, 1, range(5, 8)))
             await wait_until(lambda: reader.directory.num_loads == 3)
             await reader.directory.caught_up()
             assert await reader.depths_in_memory(range(8), W1, W2) == expected

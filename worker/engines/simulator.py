@@ -81,6 +81,8 @@ class SimulatorEngine:
         self._last_arrival_s = 0.0
         self._plan: Plan | None = None
         self._planned_at_s = 0.0
+        self._planned_s = 0.0
+        """How long its steps take."""
         self._timer: asyncio.Handle | None = None
         """Of the end of the plan under way, or of the beginning of the next."""
         self._death: str | None = None
@@ -372,13 +374,13 @@ class SimulatorEngine:
     def _set_timer(self, plan: Plan) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        at_s = self._planned_at_s + plan.duration_s(self._profile, plan.num_steps)
-        self._timer = asyncio.get_running_loop().call_at(at_s, self._end)
+        self._planned_s = plan.duration_s(self._profile, plan.num_steps)
+        self._timer = asyncio.get_running_loop().call_at(self._planned_at_s + self._planned_s, self._end)
 
     def _end(self) -> None:
         plan, self._plan = self._plan, None
         assert plan is not None
-        duration_s = plan.duration_s(self._profile, plan.num_steps)
+        duration_s = self._planned_s
         self.busy_s += duration_s
         self._times.add(duration_s / plan.num_steps, plan.num_prefill_tokens, plan.num_decode_seqs)
         self._num_steps_to_fit -= 1
