@@ -1,8 +1,8 @@
 """Measures what the HTTP service costs: a router with its front in this process, workers and clients in others.
 
 Counted is all processor time of this process, threads included: from a request's first byte to its answer's last one,
-with parsing, tokenising, hashing, routing, the connection to the workers and detokenising. How many times
-that is of what a server takes that only reads and answers the same, measured in turn, depends on the machine far less.
+with parsing, tokenising, hashing, routing, the connection to the workers and detokenising. Beside it stands what a
+server takes that only reads and answers the same, measured in turn: the part that is not the router's.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import pytest
 
 from shared.errors import ConfigError
 from shared.types import CacheScheme
+from worker.engines.vllm_launch import _cpu_dtype
 from worker.engines.vllm_options import (
     CPU_CACHE_BYTES,
     VllmOptions,
@@ -59,8 +60,21 @@ def test_asked_bytes_are_taken():
     assert arguments["kv_cache_memory_bytes"] == 5
 
 
-def test_a_named_type_is_kept_on_a_cpu():
+def test_a_type_is_the_cpus_own_unless_one_is_named():
+    slow_at_bfloat16 = {"is_cpu": True, "cpu_dtype": "float32"}
+    assert engine_arguments(OPTIONS, KNOWN, **slow_at_bfloat16)["dtype"] == "float32"
+    assert engine_arguments(replace(OPTIONS, dtype="bfloat16"), KNOWN, **slow_at_bfloat16)["dtype"] == "bfloat16"
     assert engine_arguments(replace(OPTIONS, dtype="float32"), KNOWN, is_cpu=True)["dtype"] == "float32"
+    assert engine_arguments(OPTIONS, KNOWN, is_cpu=False, cpu_dtype="float32")["dtype"] == "auto"
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [("AVX2", "float32"), ("AVX512", "bfloat16"), ("SVE256", "bfloat16")])
+def test_a_cpu_without_instructions_for_bfloat16_computes_in_float32(
+    monkeypatch: pytest.MonkeyPatch, capability: str, dtype: str
+):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert _cpu_dtype() == dtype
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 80, 240])

@@ -58,6 +58,13 @@ class Launch:
     has_plugin: bool
 
 
+def _cpu_dtype() -> str:
+    """The type that this CPU computes fastest: x86 without AVX-512 takes five times as long over bfloat16."""
+    import torch
+
+    return "float32" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "bfloat16"
+
+
 def prepare_launch(options: VllmOptions, folder: Path) -> Launch:
     """Everything that vLLM can check before it starts a process. Imports vLLM.
 
@@ -75,7 +82,7 @@ def prepare_launch(options: VllmOptions, folder: Path) -> Launch:
 
         check_parsers(options)
         known = {argument.name for argument in fields(AsyncEngineArgs)}
-        arguments = engine_arguments(options, known, is_cpu=current_platform.is_cpu())
+        arguments = engine_arguments(options, known, is_cpu=current_platform.is_cpu(), cpu_dtype=_cpu_dtype())
         events = KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",

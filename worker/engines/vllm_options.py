@@ -70,8 +70,12 @@ class VllmOptions:
     log_level: str = "warning"
 
 
-def engine_arguments(options: VllmOptions, known_arguments: set[str], *, is_cpu: bool) -> dict[str, Any]:
+def engine_arguments(
+    options: VllmOptions, known_arguments: set[str], *, is_cpu: bool, cpu_dtype: str = "bfloat16"
+) -> dict[str, Any]:
     """Arguments for vLLM but for events, plugin and logging. What the user passes through wins over defaults of ours.
+
+    `cpu_dtype` is the type that suits the CPU, for options that name none.
 
     Raises:
         ConfigError: an argument is unknown to vLLM or is kvroute's, or a value does not fit the platform.
@@ -106,7 +110,7 @@ def engine_arguments(options: VllmOptions, known_arguments: set[str], *, is_cpu:
         # Without a number vLLM takes a share of all memory, and fails where that is not free.
         owned.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
         if options.dtype == "auto":
-            owned["dtype"] = "bfloat16"
+            owned["dtype"] = cpu_dtype
         # Compiling takes over a minute on a CPU and gains nothing there.
         defaults["enforce_eager"] = True
         if options.tensor_parallel_size == 1:
