@@ -150,8 +150,7 @@ class Fleet:
         """
         now_s = self._clock()
         for worker in self._unwritten:
-            member = self._members[worker]
-            self._is_roll_due |= self._state(member, now_s) != member.state
+            self._check_state(self._members[worker], now_s)
         if self._is_roll_due:
             self._call_roll()
         for worker in self._unwritten:
@@ -239,6 +238,9 @@ class Fleet:
             if num_moved:
                 logger.warning("worker %s is silent still: %s requests of it go elsewhere", worker, num_moved)
 
+    def _check_state(self, member: Membership, now_s: float) -> None:
+        self._is_roll_due |= self._state(member, now_s) != member.state
+
     def rest(self, worker: WorkerId, retry_after_s: float | None) -> None:
         """Pass over a worker that answered busy, for a short while. Modifies."""
         if worker in self._members:
@@ -312,10 +314,14 @@ class Fleet:
         now_s = self._clock()
         for member in self._members.values():
             self._check_awareness(member)
+            self._check_state(member, now_s)
             instance = member.client.instance
-            is_suspected = self._suspicion.is_open(instance)
-            self._is_roll_due |= member.state_at(now_s, is_suspected=is_suspected) != member.state
-            if is_suspected and self._suspicion.may_try(instance) and member.client.is_connected and not member.probe:
+            if (
+                self._suspicion.is_open(instance)
+                and self._suspicion.may_try(instance)
+                and member.client.is_connected
+                and not member.probe
+            ):
                 member.probe = asyncio.create_task(self._probe(member), name=f"probe-{member.record.info.worker}")
 
     async def _take_place(self, names: Sequence[WorkerId]) -> None:

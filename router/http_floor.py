@@ -1,5 +1,4 @@
-"""The least that any server here takes for the same requests, as a measure of the machine: uvicorn reads the body and
-answers, and that is all."""
+"""The least that any server here takes for the same requests: uvicorn reads the body and answers, and that is all."""
 
 from __future__ import annotations
 

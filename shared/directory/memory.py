@@ -145,12 +145,8 @@ class MemoryDirectory:
         return found
 
     async def workers(self) -> list[WorkerRecord]:
-        now_s = self._clock()
-        self._entry_of = {worker: entry for worker, entry in self._entry_of.items() if entry.expires_at_s > now_s}
-        return [
-            WorkerRecord(entry.info, entry.epoch, entry.seq, entry.is_draining)
-            for _, entry in sorted(self._entry_of.items())
-        ]
+        live = [entry for worker in sorted(self._entry_of) if (entry := self._live(worker)) is not None]
+        return [WorkerRecord(entry.info, entry.epoch, entry.seq, entry.is_draining) for entry in live]
 
     async def resident(self, worker: WorkerId) -> set[BlockKey]:
         entry = self._live(worker)

@@ -380,7 +380,9 @@ class ReplicatedCluster(ClusterProcesses):
 
     def __init__(self) -> None:
         super().__init__(3, "--repl-diskless-sync-delay", "0")
-        self.replica = ServerProcess(*NODE_TIMEOUT, is_cluster_node=True)
+        # It takes over however old its data seem: where a virtual machine is stopped for a while, they seem too old.
+        takes_over = ("--cluster-replica-validity-factor", "0")
+        self.replica = ServerProcess(*NODE_TIMEOUT, *takes_over, is_cluster_node=True)
 
     def start(self) -> None:
         super().start()
